@@ -170,7 +170,7 @@ _SHOWN_EXPECTATION_CHARACTERS = 200
 # A document with fewer arrays and objects than this exhausts no stack.
 _FLAT = 40
 
-_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|it)|boxed|fbox|emph)\{([^{}]*)\}")
+_SPACE = re.compile(r"\\[,;:> ]|~")
 _BEFORE_LABEL = re.compile(
     r"(?:option|choice|answer)\s{0,3}[:.]?\s{0,3}(?=[(\[]?(?:[A-Za-z]|\d{1,2})(?![A-Za-z\d]))", re.IGNORECASE
 )
@@ -369,7 +369,13 @@ def label_of(text: str) -> str:
 
     It stands at the beginning. Two labels, as in "A or B", are none.
     """
-    bare = _WRAPPED.sub(r"\1", text).translate(_EMPHASIS).strip()
+    bare = text
+    for _ in range(_NESTED):
+        bare, changed = _WRAPPER.subn(r"\1", bare)
+        if not changed:
+            break
+    bare = _SPACE.sub(" ", bare).translate(_EMPHASIS).strip()
+    bare = bare[1:-1].strip() if bare.startswith("{") and bare.endswith("}") else bare
     bare = bare[before.end() :] if (before := _BEFORE_LABEL.match(bare)) else bare
     found = _LABEL.match(bare)
     if found is None or _AND_ANOTHER.match(bare, found.end()):

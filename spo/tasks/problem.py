@@ -210,7 +210,10 @@ def _before_closing(line: str, fence: str) -> str | None:
 
 
 def _without_indentation(body: str) -> str:
-    """The block without the indentation that all its lines share, as within a list."""
+    """The block without the indentation that all its lines share, as within a list, or their marks of a quotation."""
+    lines = body.split("\n")
+    if all(line.startswith(">") and not line.startswith(">>") for line in lines if line):
+        body = "\n".join(line.removeprefix(">").removeprefix(" ") for line in lines)
     return textwrap.dedent(body) if body.lstrip("\n")[:1] in (" ", "\t") else body
 
 

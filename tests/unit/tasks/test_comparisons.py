@@ -20,6 +20,14 @@ from spo.tasks.records import AnswerRow
     "text",
     [
         *("B", "b", " (b) ", "B.", "B)", "B:", "[B]", "**B**", "**(B)** Paris", "$B$", r"\text{B}", r"\textbf{(B)}"),
+        *(
+            r"\boxed{\textbf{(B)}}",
+            r"\textbf{(B)}\ 12",
+            r"$\boxed{\mathrm{B}}$",
+            "{B}",
+            r"\mathbf{B.}~Paris",
+            r"(B)\ Paris",
+        ),
         *("B. Paris", "B: Paris", "(B) Paris", "B. Washington, D.C.", "B.\nbecause of A", "(B), since A is wrong"),
         *(
             "`B`",
@@ -44,7 +52,7 @@ def test_a_choice_is_its_label(text: str) -> None:
     "text",
     [
         *("", "Bonn", "B cat", "A or B", "A, B", "(A) or (B)", "A/B", "A & B", "A and B", "A. or B.", "(A), (B)"),
-        *("I think B", "The answer is B", "123", "(AB)", "1.5", "B?", "\u0391"),
+        *("I think B", "The answer is B", "123", "(AB)", "1.5", "B?", r"\textbf{A or B}", "{A, B}", "\u0391"),
         *("Options B and C", "Option B or C", "Option B, C", "B - C", "answer Bonn", "Option", "not B", "B\u2013C"),
     ],
 )
