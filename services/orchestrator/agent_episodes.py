@@ -17,7 +17,7 @@ from typing import Literal
 import redis
 
 from services.orchestrator import redis_keys as own_keys
-from services.orchestrator.agents import AgentSession, AgentSessions, CallNode, SessionSecrets
+from services.orchestrator.agents import AgentSession, AgentSessions, CallNode, SessionSecrets, trained_leaves
 from services.orchestrator.commit import now_ms
 from services.orchestrator.jobs import JobStore, seed_of
 from spo import redis_keys
@@ -33,6 +33,7 @@ from spo.v1.trajectory_pb2 import (
     FINISH_REASON_LENGTH,
     FINISH_REASON_STOP,
     SEGMENT_KIND_ACTION,
+    SEGMENT_KIND_BRANCH,
     SEGMENT_KIND_OBSERVATION,
     Hop,
     RolloutGroup,
@@ -219,6 +220,7 @@ class AgentEpisodes:
                 max_tokens=harness.max_calls * (spec.model.max_prompt_tokens + spec.model.max_response_tokens),
                 max_prompt_tokens=spec.model.max_prompt_tokens,
                 max_response_tokens=spec.model.max_response_tokens,
+                max_episode_tokens=spec.most_response_tokens if harness.branches == "all" else None,
                 problem_id=group.request.prompt.prompt_id,
             )
         )
@@ -332,27 +334,44 @@ class AgentEpisodes:
             self.jobs.write(("HDEL", own_keys.agent_episodes(request.run_id), *fields))
 
     def _trajectories(self, request: PromptGroup, episodes: Sequence[AgentEpisode]) -> Iterator[Trajectory]:
+        spec = self.jobs.spec(request.run_id)
         for episode in episodes:
             session = self.sessions.get(episode.session_id)
-            nodes = self.sessions.tree(session).nodes()
-            path = self.sessions.tree(session).path(nodes[-1]) if nodes else []
-            if path:
-                yield trajectory_of(request, episode, session, path)
-            else:
+            tree = self.sessions.tree(session)
+            nodes = tree.nodes()
+            if not nodes:
                 log.warning("an episode ended without a call", session=episode.session_id)
+                continue
+            ends = trained_leaves(nodes) if session.max_episode_tokens is not None else nodes[-1:]
+            found = trajectory_of(request, episode, session, [tree.path(end) for end in ends])
+            tokens = len(found.response_token_ids)
+            if tokens > spec.most_response_tokens:
+                # Calls that were under way together had the same room.
+                log.warning(
+                    "an episode is too long to be learned from",
+                    session=episode.session_id,
+                    tokens=tokens,
+                    most=spec.most_response_tokens,
+                    branches=len(ends),
+                )
+                continue
+            yield found
 
 
 _LEASE_MS = int(LEASE_SECONDS * 1000)
 
 
 def trajectory_of(
-    request: PromptGroup, episode: AgentEpisode, session: AgentSession, path: Sequence[CallNode]
+    request: PromptGroup, episode: AgentEpisode, session: AgentSession, paths: Sequence[Sequence[CallNode]]
 ) -> Trajectory:
-    """The path that an episode's last call ends: what was read and sampled, in order, and its reward.
+    """An episode as one trajectory: the branches that its leaves end one after the other, and its reward, once.
 
-    Where the runner has none, a judge decides about the answer, which stands in the place of the last text.
+    paths: from the root to each leaf, the last call's at last. A call that several share is an action in the first of
+    them, and read in the others. Where the runner has no reward, a judge decides about the answer, which stands in the
+    place of the last text.
     """
-    root, *_ = path
+    root, last = paths[0][0], paths[-1][-1]
+    known = [node for path in paths for node in path]
     found = Trajectory(
         trajectory_id=redis_keys.trajectory_id(
             request.run_id, request.group_id, episode.sample, episode.attempt, root.version_first
@@ -364,8 +383,8 @@ def trajectory_of(
         attempt=episode.attempt,
         source=request.source,
         prompt_token_ids=root.read,
-        policy_version_first=min(node.version_first for node in path),
-        policy_version_last=max(node.version_last for node in path),
+        policy_version_first=min(node.version_first for node in known),
+        policy_version_last=max(node.version_last for node in known),
         temperature=session.temperature,
         top_p=session.top_p,
         seed=session.seed,
@@ -374,25 +393,45 @@ def trajectory_of(
         created_unix_ms=now_ms(),
         hops=[Hop(service="inference", at_unix_ms=now_ms())],
     )
-    for node in path:
-        if node is not root:
-            _append(found, SEGMENT_KIND_OBSERVATION, node.read, (0.0,) * len(node.read), _read_text(node))
-        last = node is path[-1]
-        text = episode.answer if last and episode.answer else _sampled_text(node)
-        if last:
-            found.reasoning_characters = 0 if episode.answer else len(found.response_text) + node.reasoning_characters
-        _append(found, SEGMENT_KIND_ACTION, node.sampled, node.logprobs, text)
+    trained: set[int] = set()
+    for path in paths:
+        own = [node for node in path if node.number not in trained]
+        _begin_branch(found, path, own[0])
+        for node in own:
+            if node is not own[0]:
+                _append(found, SEGMENT_KIND_OBSERVATION, node.read, _read_text(node))
+            text = episode.answer if node is last and episode.answer else _sampled_text(node)
+            if node is last:
+                answered = len(found.response_text) + node.reasoning_characters
+                found.reasoning_characters = 0 if episode.answer else answered
+            _append(found, SEGMENT_KIND_ACTION, node.sampled, text, node.logprobs)
+        trained.update(node.number for node in own)
     if episode.reward is not None:
         outcome = OUTCOME_ACCEPTED if episode.reward >= 1 else OUTCOME_WRONG_ANSWER
         found.verdict.CopyFrom(Verdict(outcome=outcome, score=episode.reward, judge_version="runner"))
     return found
 
 
+def _begin_branch(found: Trajectory, path: Sequence[CallNode], first: CallNode) -> None:
+    """Write what a branch reads before its first own call: nothing for the first, whose prompt that is."""
+    if not found.segments:
+        return
+    before = path[: path.index(first)]
+    token_ids = [token for node in before for token in (*node.read, *node.sampled)]
+    _append(found, SEGMENT_KIND_BRANCH, [*token_ids, *first.read], _read_text(first))
+    found.segments[-1].label = f"after call {before[-1].number}" if before else "a root of its own"
+
+
 def _append(
-    found: Trajectory, kind: SegmentKind.ValueType, token_ids: Sequence[int], logprobs: Sequence[float], text: str
+    found: Trajectory,
+    kind: SegmentKind.ValueType,
+    token_ids: Sequence[int],
+    text: str,
+    logprobs: Sequence[float] = (),
 ) -> None:
+    """logprobs: of what was sampled."""
     found.response_token_ids.extend(token_ids)
-    found.sampling_logprobs.extend(logprobs)
+    found.sampling_logprobs.extend(logprobs or (0.0,) * len(token_ids))
     found.response_text += text
     found.segments.append(Segment(kind=kind, tokens=len(token_ids), characters=len(text)))
 

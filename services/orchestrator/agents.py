@@ -61,6 +61,8 @@ class AgentSession:
     # Of a path that is to be trained on; None: as far as the engine goes.
     max_prompt_tokens: int | None = None
     max_response_tokens: int | None = None
+    # Of all branches after the first prompt, each written out; None: one path alone is trained on.
+    max_episode_tokens: int | None = None
 
     @property
     def path(self) -> str:
@@ -101,6 +103,8 @@ class CallNode:
     reason: str = ""
     constrained: bool = False
     label: str = ""
+    # As the agent named it: side calls, such as for titles, often name a smaller one.
+    model: str = ""
     reasoning_characters: int = 0
     read: tuple[int, ...] = field(default=(), repr=False)
     sampled: tuple[int, ...] = field(default=(), repr=False)
@@ -202,6 +206,18 @@ class SessionTree:
         token_ids = tuple(token for node in path for token in (*node.read, *node.sampled))
         return Continuation(found, matched, token_ids, state, reason)
 
+    def room(self, continued: Continuation, counts: Mapping[str, str]) -> int | None:
+        """How long a path may be that goes on from here, prompt included, for the episode to stay within its tokens.
+
+        Branches that will not be trained on count too: which these are is only known at the end. None: no bound.
+        """
+        most = self.session.max_episode_tokens
+        if most is None or not int(counts["calls"]):
+            return None
+        left, node = most - int(counts.get("spelled", 0)), continued.node
+        goes_on = node is not None and not self.client.hexists(self.states, f"child:{node.number}")
+        return max(1, left + (len(continued.token_ids) if goes_on else 0))
+
     def retried(self, body_digest: str) -> CallNode | None:
         """The call that answered the same request a short while ago."""
         number = self.client.hget(self.states, f"retry:{body_digest}")
@@ -223,12 +239,16 @@ class SessionTree:
         if self.client.hincrby(session, "bytes", sum(map(len, fields.values()))) > MOST_BYTES:
             raise ResourceExhausted(f"the session holds {MOST_BYTES} bytes", code="session_full")
         life = max(1, self.session.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
+        goes_on = node.parent is None or self.client.hsetnx(self.states, f"child:{node.parent}", number)
+        # Another branch is trained on with all that it reads.
+        spelled = len(node.sampled) + (len(node.read) if number else 0) + (0 if goes_on else node.cached_tokens)
         with self.client.pipeline(transaction=True) as writes:
             writes.hset(self.key, mapping=fields)
             writes.hset(self.states, mapping={node.state: number, alike: number, f"retry:{body_digest}": number})
             writes.expire(self.key, life)
             writes.expire(self.states, life)
             writes.hincrby(session, "tokens", len(node.read) + len(node.sampled))
+            writes.hincrby(session, "spelled", spelled)
             writes.execute()
         return node
 
@@ -352,3 +372,25 @@ def leaves(nodes: Iterable[CallNode]) -> list[CallNode]:
     known = list(nodes)
     parents = {node.parent for node in known}
     return [node for node in known if node.number not in parents]
+
+
+def trained_leaves(nodes: Sequence[CallNode]) -> list[CallNode]:
+    """The leaves whose paths an episode is trained on, in the order of their numbers; the last call is always one.
+
+    Not those of calls that name another model than the last one, which serve its program and not its problem; nor,
+    of several answers to one prompt, those that no call went on from where it did from another, or where another is
+    later: they were thrown away.
+    """
+    last = nodes[-1]
+    ends = {leaf.number for leaf in leaves(nodes)}
+    answers: dict[tuple[int | None, tuple[int, ...]], list[int]] = {}
+    for node in nodes:
+        answers.setdefault((node.parent, node.read), []).append(node.number)
+    # Those that were gone on from, else the last.
+    kept = {
+        number
+        for numbers in answers.values()
+        for number in ([each for each in numbers if each not in ends] or numbers[-1:])
+    }
+    own = [node for node in nodes if node.number in ends and node.number in kept and node.model == last.model]
+    return own if last in own else [*own, last]

@@ -239,8 +239,8 @@ def agent_episodes(job_id: str) -> str:
 
 
 def agent_session(session_id: str) -> str:
-    """Hash: record (JSON of the session), calls, tokens and bytes so far, closed (why), outcome (JSON); expires.
-    Orchestrator."""
+    """Hash: record (JSON of the session), calls, tokens and bytes so far, spelled (tokens after the first prompt with
+    each branch written out), closed (why), outcome (JSON); expires. Orchestrator."""
     return f"spo:orchestrator:agent_session:{session_id}"
 
 
@@ -252,7 +252,7 @@ def agent_nodes(session_id: str) -> str:
 
 def agent_states(session_id: str) -> str:
     """Hash: digest of messages up to an answer, or retry:<digest of a request> -> number of the call that gave it;
-    expires. Orchestrator."""
+    child:<number> -> that of the first call that went on from it; expires. Orchestrator."""
     return f"spo:orchestrator:agent_session:{session_id}:states"
 
 

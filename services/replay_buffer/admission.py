@@ -56,7 +56,7 @@ def check_judged(run_id: str, spec: JobSpec, trajectory: Trajectory) -> None:
         ("/prompt_token_ids", "are missing", not trajectory.prompt_token_ids),
         ("/prompt_token_ids", "are too many", len(trajectory.prompt_token_ids) > spec.model.max_prompt_tokens),
         ("/response_token_ids", "are missing", tokens == 0),
-        ("/response_token_ids", "are too many", tokens > spec.model.max_response_tokens),
+        ("/response_token_ids", "are too many", tokens > spec.most_response_tokens),
         ("/verdict", "is missing", outcome == OUTCOME_UNSPECIFIED),
         ("/verdict", "is a fault of the judge", outcome == OUTCOME_INTERNAL_ERROR),
         ("/reward", "is missing", not trajectory.HasField("reward")),

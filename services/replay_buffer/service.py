@@ -128,7 +128,7 @@ class ReplayService(ReplayServiceServicer):
         if self.archived is None:
             return replay.ListTrajectoriesResponse()
         after = "" if cursor == "0" else cursor
-        limit = min(limit, max(1, CHUNK_BYTES // longest_trajectory_bytes(self.store.spec(request.run_id).model)))
+        limit = min(limit, max(1, CHUNK_BYTES // longest_trajectory_bytes(self.store.spec(request.run_id))))
         page = self.archived.page(request.run_id, request.prompt_id, "online", after, limit)
         in_redis = self.store.in_redis(request.run_id, [trajectory.trajectory_id for trajectory in page.trajectories])
         left = [trajectory for trajectory in page.trajectories if trajectory.trajectory_id not in in_redis]

@@ -24,7 +24,7 @@ from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
 from spo.algorithm.objectives import Difference, TokenBatch, effective_sample_share
 from spo.algorithm.values import q_of_two_rewards
 from spo.errors import IntegrityError, InvalidInput, PreconditionFailed
-from spo.model.chat import Mask, segment_faults, trained_mask, trained_tokens
+from spo.model.chat import Mask, branch_lengths, segment_faults, trained_mask, trained_tokens
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec, RewardSpec, TrainerSpec
 from spo.spec.reward import qhat_0_of_group
@@ -190,7 +190,8 @@ def token_batch(rows: Sequence[TrainingSample], value_beta: float, reward: Rewar
     """Right-padded tensors of the rows, on the CPU; reference log-probs are 0 where a trajectory brings none.
 
     Of a conversation the mask holds the tokens that the policy sampled, as `spo.model.chat` says. An annotation
-    speaks of the prefix of `position` tokens: its target, found with value_beta, stands at the last of them.
+    speaks of the prefix of `position` tokens: its target, found with value_beta, stands at the last of them. The
+    branches of an episode are one row, numbered in the attention mask: its residual is of all its actions.
     """
     shape = (len(rows), max(map(length_of, rows)))
     input_ids_BL = torch.zeros(shape, dtype=torch.long)
@@ -205,7 +206,9 @@ def token_batch(rows: Sequence[TrainingSample], value_beta: float, reward: Rewar
         start, end = len(trajectory.prompt_token_ids), length_of(row)
         input_ids_BL[index, :start] = torch.from_numpy(np.array(trajectory.prompt_token_ids, np.int64))
         input_ids_BL[index, start:end] = torch.from_numpy(np.array(trajectory.response_token_ids, np.int64))
-        attention_mask_BL[index, :end] = 1
+        lengths = branch_lengths(trajectory)
+        numbers = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+        attention_mask_BL[index, :end] = torch.from_numpy(numbers)
         response_mask_BL[index, start:end] = torch.from_numpy(trained_mask(trajectory))
         if len(trajectory.reference_logprobs) == end - start:
             reference_logprobs_BL[index, start:end] = torch.from_numpy(
@@ -259,7 +262,8 @@ def length_of(row: TrainingSample) -> int:
 class ForwardLimits:
     """What one forward on one rank may hold; a unit that exceeds them alone is a forward of its own.
 
-    tokens: padding included, which there is unless `packed`. rows: trajectories, None: as many as fit.
+    tokens: padding included, which there is unless `packed`; padded, each branch of an episode is a row of its own.
+    rows: trajectories, None: as many as fit.
     """
 
     tokens: int
@@ -271,9 +275,9 @@ class ForwardLimits:
         """A job's; packed: its model computes without padding."""
         return cls(trainer.max_tokens_per_micro_batch, trainer.micro_batch_size, packed)
 
-    def hold(self, rows: int, tokens: int, longest: int) -> bool:
-        """Whether so many rows, of so many tokens in all and the longest of so many, may be one forward."""
-        return (self.rows is None or rows <= self.rows) and (tokens if self.packed else rows * longest) <= self.tokens
+    def hold(self, rows: int, tokens: int, padded: int) -> bool:
+        """Whether so many rows, of so many tokens in all or so many with padding, may be one forward."""
+        return (self.rows is None or rows <= self.rows) and (tokens if self.packed else padded) <= self.tokens
 
 
 @dataclass
@@ -371,14 +375,15 @@ def _balanced(units: Sequence[Unit], shares: int) -> list[list[Unit]]:
 def _gathered(units: Sequence[Unit], limits: ForwardLimits) -> list[list[Unit]]:
     """Units of similar length together, as many in a forward as the limits allow."""
     forwards: list[list[Unit]] = []
-    rows = tokens = 0
+    rows = tokens = branches = 0
     for unit in sorted(units, key=_longest):
-        rows, tokens = rows + len(unit), tokens + _tokens(unit)
-        if forwards and limits.hold(rows, tokens, _longest(unit)):
+        own = len(unit), _tokens(unit), sum(len(branch_lengths(row.trajectory)) for row in unit)
+        rows, tokens, branches = rows + own[0], tokens + own[1], branches + own[2]
+        if forwards and limits.hold(rows, tokens, branches * _longest(unit)):
             forwards[-1].append(unit)
         else:
             forwards.append([unit])
-            rows, tokens = len(unit), _tokens(unit)
+            rows, tokens, branches = own
     return forwards
 
 
@@ -401,7 +406,8 @@ def _tokens(unit: Unit) -> int:
 
 
 def _longest(unit: Unit) -> int:
-    return max(map(length_of, unit))
+    """Tokens of the longest sequence that a forward sees."""
+    return max(max(branch_lengths(row.trajectory)) for row in unit)
 
 
 class UnusableBatch(Exception):

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from socket import gethostname
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, N
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
 from spo.messaging.streams.recovery import WorkDeaths
-from spo.model.chat import USUAL, ChatFormat, action_mask, segment_faults
+from spo.model.chat import USUAL, ChatFormat, action_mask, branch_starts, segment_faults
 from spo.model.folder import inspect_model_folder, read_tensors
 from spo.model.logprobs import add_adapter, is_packed, length_buckets, load_policy, response_logprobs, take_adapter
 from spo.model.tokenizer import (
@@ -117,7 +118,7 @@ class Reference:
         for place, sequence in enumerate(zip(prompts, responses, turns, strict=True)):
             places[_key(*sequence)].append(place)
         for key in places:
-            self.check(key.prompt, key.response)
+            self.check(key.prompt, key.response, key.starts)
         for by_key in self._forwards(list(places), wanted):
             yield {place: logprobs for key, logprobs in by_key.items() for place in places[key]}
 
@@ -160,6 +161,7 @@ class Reference:
                 [key.response for key in keys],
                 tokens,
                 [key.trained for key in keys],
+                [key.starts for key in keys],
             )
         finally:
             self.lock.release()
@@ -182,24 +184,29 @@ class Reference:
         """The text of each token, special ones by name."""
         return [str(self.tokenizer.decode([token])) for token in tokens]
 
-    def check(self, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """Raise InvalidInput on an empty sequence, a token outside the vocabulary, or more tokens than positions."""
+    def check(self, prompt: Sequence[int], response: Sequence[int], starts: Sequence[int] = ()) -> None:
+        """Raise InvalidInput on an empty sequence, a token outside the vocabulary, or more tokens than positions.
+
+        starts: of the response's branches after the first; each has the positions for itself.
+        """
         if not prompt or not response:
             raise InvalidInput("a sequence needs a prompt and a response", code="empty_sequence")
         vocabulary = int(self.model.config.vocab_size)
         if min(*prompt, *response) < 0 or max(*prompt, *response) >= vocabulary:
             raise InvalidInput(f"a token id is outside the vocabulary of {vocabulary}", code="foreign_tokens")
         longest = getattr(self.model.config, "max_position_embeddings", None)
-        if longest and len(prompt) + len(response) > longest:
+        ends = (-len(prompt), *starts, len(response))
+        if longest and max(end - start for start, end in pairwise(ends)) > longest:
             raise InvalidInput(f"a sequence is longer than the model's {longest} positions", code="too_long")
 
 
 class SequenceKey(NamedTuple):
-    """What log-probs depend on; trained: which response tokens are wanted, None: all."""
+    """What log-probs depend on; trained: which response tokens are wanted, None: all. starts: of further branches."""
 
     prompt: Tokens
     response: Tokens
     trained: tuple[bool, ...] | None
+    starts: tuple[int, ...]
 
 
 def _require(wanted: Callable[[], bool]) -> None:
@@ -214,7 +221,7 @@ def _key(prompt: Sequence[int], response: Sequence[int], segments: Sequence[Segm
         violations = tuple(FieldViolation(pointer, reason) for pointer, reason in faults)
         raise InvalidInput("the segments are not the response's", code="unusable_trajectory", violations=violations)
     trained = tuple(map(bool, action_mask(segments, len(response)))) if segments else None
-    return SequenceKey(tuple(prompt), tuple(response), trained)
+    return SequenceKey(tuple(prompt), tuple(response), trained, branch_starts(segments))
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,8 @@ class TokenBatch:
     log pi0(token l | tokens before l), and so are the policy's log-probs handed in beside the batch. Values outside
     `response_mask_BL` are never read, except `input_ids_BL` by the model.
 
+    attention_mask_BL: 0 at padding; 1 elsewhere, or the number of an episode's branch, whose tokens see no other's. All
+    objectives sum over a row, and so over all branches of an episode: its reward is asked for once.
     response_mask_BL: True exactly at the tokens that the policy sampled (an end-of-sequence token is one of them). In a
     conversation the environment's tokens lie between them: the mask need not be contiguous, and t counts its tokens.
     sampling_logprobs_BL: log-prob under the behaviour policy as sampled; 0 where unknown (human solutions).

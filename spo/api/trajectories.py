@@ -54,6 +54,8 @@ class TrajectoryPage(Page[Trajectory]):
 class ResponseSegment(Document):
     """A turn of a conversation: an `action` was sampled from the policy, an `observation` written by the environment.
 
+    A `branch` is read like an observation, by what follows and without what stands before it.
+
     score: of a turn that the environment scored, between 0 and 1. label: which tool it is about.
     """
 

@@ -157,7 +157,7 @@ class ImportRow(BaseModel):
         max_length=TOKENS_MAXIMUM,
         validation_alias=AliasChoices("loss_mask", "response_mask", "completion_mask"),
     )
-    segment_kinds: list[Literal["action", "observation"]] = Field(default=[], max_length=TOKENS_MAXIMUM)
+    segment_kinds: list[Literal["action", "observation", "branch"]] = Field(default=[], max_length=TOKENS_MAXIMUM)
     segment_tokens: list[Count] = Field(default=[], max_length=TOKENS_MAXIMUM)
     segment_characters: list[Count] = Field(default=[], max_length=TOKENS_MAXIMUM)
     segment_scores: list[Share | None] = Field(default=[], max_length=TOKENS_MAXIMUM)

@@ -3,7 +3,9 @@ no tokenizer.
 
 Which tokens of a response are learned from: in a conversation those that the policy sampled, its actions.
 Observations, which an environment wrote, are context: no log-prob of theirs is computed, compared or counted. A
-response without segments is one action. No torch here. Axes: T token of the response.
+response without segments is one action. An episode of several branches is one response: they stand one after the
+other, each begun by a segment of the kind branch, which holds all that is read before its first own action, and no
+token sees those of another branch. No torch here. Axes: T token of the response.
 """
 
 from __future__ import annotations
@@ -11,18 +13,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spo.v1.trajectory_pb2 import SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION, Segment, Trajectory
+from spo.v1.trajectory_pb2 import (
+    SEGMENT_KIND_ACTION,
+    SEGMENT_KIND_BRANCH,
+    SEGMENT_KIND_OBSERVATION,
+    Segment,
+    Trajectory,
+)
 
 TemplateArgument = bool | int | float | str | None
 
 Mask = NDArray[np.bool_]
-KINDS = frozenset({SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION})
+KINDS = frozenset({SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION, SEGMENT_KIND_BRANCH})
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,22 @@ def trained_mask(trajectory: Trajectory) -> Mask:
     return action_mask(trajectory.segments, len(trajectory.response_token_ids))
 
 
+def branch_starts(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """How many response tokens stand before each branch after the first; empty where there is one alone."""
+    if all(segment.kind != SEGMENT_KIND_BRANCH for segment in segments):
+        return ()
+    begins = accumulate((segment.tokens for segment in segments), initial=0)
+    kinds = (segment.kind for segment in segments)
+    return tuple(start for start, kind in zip(begins, kinds, strict=False) if kind == SEGMENT_KIND_BRANCH)
+
+
+def branch_lengths(trajectory: Trajectory) -> list[int]:
+    """Tokens of each branch as the model reads it, the first one's with the prompt; of most responses one number."""
+    prompt = len(trajectory.prompt_token_ids)
+    ends = (*branch_starts(trajectory.segments), len(trajectory.response_token_ids))
+    return [end - start for start, end in pairwise((-prompt, *ends))]
+
+
 def trained_tokens(trajectory: Trajectory) -> int:
     """How many response tokens are learned from: what a length in tokens means everywhere after sampling."""
     if not trajectory.segments:
@@ -156,9 +180,11 @@ def segment_faults(segments: Sequence[Segment], tokens: int, characters: int | N
     for index, segment in enumerate(segments):
         place = f"/segments/{index}"
         if segment.kind not in KINDS:
-            found.append((f"{place}/kind", "is neither an action nor an observation"))
-        if segment.tokens < 0:
-            found.append((f"{place}/tokens", "are fewer than 0"))
+            found.append((f"{place}/kind", "is neither an action nor an observation, and begins no branch"))
+        # An action needs something to follow.
+        least = int(segment.kind == SEGMENT_KIND_BRANCH)
+        if segment.tokens < least:
+            found.append((f"{place}/tokens", f"are fewer than {least}"))
         if segment.characters < 0:
             found.append((f"{place}/characters", "are fewer than 0"))
         if segment.HasField("score") and not 0 <= segment.score <= 1:

@@ -204,7 +204,7 @@ class PackedRow:
     """Where each token of a padded batch stands in the row.
 
     source_T: its place in the flattened (B, L). position_ids_1T: its number within its sequence. bounds: where each
-    sequence begins, and where the last ends; (B + 1,). longest: tokens of the longest sequence. shape: (B, L).
+    sequence begins, and where the last ends; (S + 1,), S >= B. longest: tokens of the longest sequence. shape: (B, L).
     """
 
     source_T: Tensor
@@ -215,16 +215,24 @@ class PackedRow:
 
     @classmethod
     def of(cls, attention_mask_BL: Tensor) -> PackedRow:
-        """The row of a batch; mask 0 at padding, which may be on either side."""
-        mask_BL = attention_mask_BL.bool()
-        lengths_B = mask_BL.sum(dim=1)
-        lengths_B = lengths_B[lengths_B > 0]
+        """The row of a batch; mask 0 at padding, which may be on either side.
+
+        Another number in the mask is another sequence: the branches of an episode are numbered from 1.
+        """
+        source_T = attention_mask_BL.flatten().nonzero().flatten()
+        row_T, number_T = source_T // attention_mask_BL.shape[1], attention_mask_BL.flatten()[source_T]
+        begins_T = torch.ones_like(source_T, dtype=torch.bool)
+        begins_T[1:] = (row_T[1:] != row_T[:-1]) | (number_T[1:] != number_T[:-1])
+        start_S = begins_T.nonzero().flatten()
+        bounds = nn.functional.pad(start_S, (0, 1), value=len(source_T))
         return cls(
-            source_T=mask_BL.flatten().nonzero().flatten(),
-            position_ids_1T=(mask_BL.long().cumsum(dim=1) - 1)[mask_BL][None],
-            bounds=nn.functional.pad(lengths_B.cumsum(dim=0), (1, 0)).to(torch.int32),
-            longest=int(lengths_B.max()) if len(lengths_B) else 0,
-            shape=mask_BL.shape,
+            source_T=source_T,
+            position_ids_1T=(torch.arange(len(source_T), device=source_T.device) - start_S[begins_T.cumsum(0) - 1])[
+                None
+            ],
+            bounds=bounds.to(torch.int32),
+            longest=int(bounds.diff().max()) if len(source_T) else 0,
+            shape=attention_mask_BL.shape,
         )
 
     def model_inputs(self) -> dict[str, Tensor | int]:
@@ -245,6 +253,12 @@ class PackedRow:
         """The inverse of `pack`, with 0 at padding; (B, L)."""
         found = torch.zeros(self.shape.numel(), dtype=values_1T.dtype, device=values_1T.device)
         return found.index_put((self.source_T,), values_1T[0]).view(self.shape)
+
+    def places(self) -> Tensor:
+        """The place in the flattened (B, L) of each token, a sequence in each row; (S, longest), -1 at padding."""
+        sequence_T = torch.repeat_interleave(self.bounds.diff().long())
+        found_SN = torch.full((len(self.bounds) - 1, self.longest), -1, device=self.source_T.device)
+        return found_SN.index_put((sequence_T, self.position_ids_1T[0]), self.source_T)
 
 
 class LogprobHead(nn.Module):
@@ -401,10 +415,13 @@ def token_logprobs(
     """Return logprobs_BL: at l the log-prob of token l given the tokens before it, 0 at padding and at first tokens.
 
     `model` is a module called like a transformers causal LM, a DeepSpeed engine included. Padding on either side. Where
-    wanted_BL is given and false, 0: what nobody needs costs neither time nor memory in the last layer.
+    wanted_BL is given and false, 0: what nobody needs costs neither time nor memory in the last layer. Tokens of
+    different numbers in the mask, those of an episode's branches, do not see each other.
     """
     row = PackedRow.of(attention_mask_BL) if is_packed(model) else None
     if row is None:
+        if (attention_mask_BL > 1).any():
+            return _logprobs_of_branches(model, input_ids_BL, attention_mask_BL, wanted_BL)
         mask_BL = attention_mask_BL.long()
         position_ids_BL = (mask_BL.cumsum(dim=-1) - 1).clamp(min=0)
         has_context_BL = (mask_BL[:, 1:] * mask_BL[:, :-1]).bool()
@@ -420,6 +437,22 @@ def token_logprobs(
     return row.unpack(nn.functional.pad(chosen_1T, (1, 0)))
 
 
+def _logprobs_of_branches(
+    model: nn.Module, input_ids_BL: Tensor, numbers_BL: Tensor, wanted_BL: Tensor | None
+) -> Tensor:
+    """The same for a model that is padded: each branch is a row of its own in the forward."""
+    places_SN = PackedRow.of(numbers_BL).places()
+    inside_SN = places_SN >= 0
+    ids_SN, asked_SN = (
+        None if tensor is None else tensor.flatten()[places_SN.clamp(min=0)] for tensor in (input_ids_BL, wanted_BL)
+    )
+    found_SN = token_logprobs(
+        model, cast(Tensor, ids_SN), inside_SN.long(), None if asked_SN is None else asked_SN & inside_SN
+    )
+    found = torch.zeros(numbers_BL.numel(), dtype=found_SN.dtype, device=found_SN.device)
+    return found.index_put((places_SN[inside_SN],), found_SN[inside_SN]).view(numbers_BL.shape)
+
+
 @torch.no_grad()
 def response_logprobs(
     model: nn.Module,
@@ -427,12 +460,16 @@ def response_logprobs(
     responses: Sequence[Sequence[int]],
     max_tokens_per_batch: int,
     trained: Sequence[Sequence[bool] | None] | None = None,
+    starts: Sequence[Sequence[int]] | None = None,
 ) -> list[list[float]]:
     """Return log pi(a_t | a_<t, x) for each token of each response; a forward computes at most that many tokens.
 
     A single sequence longer than `max_tokens_per_batch` makes a batch of its own. trained: of each response which
-    tokens are wanted, None: all; the others get 0.
+    tokens are wanted, None: all; the others get 0. starts: how many tokens stand before each branch after the first.
     """
+    if starts is not None and any(starts):
+        masks = trained if trained is not None else [None] * len(responses)
+        return _response_logprobs_by_branch(model, prompts, responses, max_tokens_per_batch, masks, starts)
     sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     device = next(model.parameters()).device
     found: list[list[float]] = [[] for _ in sequences]
@@ -454,6 +491,33 @@ def response_logprobs(
     return found
 
 
+def _response_logprobs_by_branch(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    max_tokens_per_batch: int,
+    trained: Sequence[Sequence[bool] | None],
+    starts: Sequence[Sequence[int]],
+) -> list[list[float]]:
+    """The same with each branch as a response of its own; of its first token, its prompt, nothing is asked."""
+    cut_prompts, cut_responses = [], []
+    asked: list[Sequence[bool] | None] = []
+    for prompt, response, mask, begun in zip(prompts, responses, trained, starts, strict=True):
+        for number, (start, end) in enumerate(pairwise((0, *begun, len(response)))):
+            first = start + 1 if number else 0
+            cut_prompts.append(response[start:first] if number else prompt)
+            cut_responses.append(response[first:end])
+            asked.append(None if mask is None else mask[first:end])
+    found = iter(response_logprobs(model, cut_prompts, cut_responses, max_tokens_per_batch, asked))
+    joined = []
+    for begun in starts:
+        logprobs = next(found)
+        for _ in begun:
+            logprobs = [*logprobs, 0.0, *next(found)]
+        joined.append(logprobs)
+    return joined
+
+
 def _next_token_logprobs(
     model: nn.Module, input_ids_BL: Tensor, beside: Mapping[str, Tensor | int], wanted_BL: Tensor
 ) -> Tensor:
@@ -471,8 +535,8 @@ def _next_token_logprobs(
 
 
 def _chosen_logprobs(logits_BLV: Tensor, tokens_BL: Tensor) -> Tensor:
-    """Log-softmax at the given tokens in float32, for models whose last layer has no LogprobHead."""
-    if logits_BLV.dtype == torch.float32:
+    """Log-softmax at the given tokens in float32 or wider, for models whose last layer has no LogprobHead."""
+    if logits_BLV.dtype in (torch.float32, torch.float64):
         return _gather_minus_logsumexp(logits_BLV, tokens_BL)
     # In parts: without gradients only one of a low-precision batch is widened to float32 at a time.
     tensors = logits_BLV.flatten(0, 1), tokens_BL.flatten()

@@ -38,7 +38,7 @@ from spo.spec.sections import (
     TrainerSpec,
     ValueSpec,
 )
-from spo.spec.tasks import LoraSpec, ModelSpec, RewardSpec, TasksSpec
+from spo.spec.tasks import HarnessSpec, LoraSpec, ModelSpec, RewardSpec, TasksSpec
 
 __all__ = [
     "PAPER_BETA",
@@ -219,19 +219,19 @@ def groups_fit(spec: JobSpec) -> Iterator[Violation]:
         )
 
 
-def longest_trajectory_bytes(model: ModelSpec) -> int:
+def longest_trajectory_bytes(spec: JobSpec) -> int:
     """Of one of a job's: its tokens, log-probs and text."""
-    return PROMPT_TOKEN_BYTES * model.max_prompt_tokens + RESPONSE_TOKEN_BYTES * model.max_response_tokens
+    return PROMPT_TOKEN_BYTES * spec.model.max_prompt_tokens + RESPONSE_TOKEN_BYTES * spec.most_response_tokens
 
 
 def a_group_fits_into_an_entry(spec: JobSpec) -> Iterator[Violation]:
     """A prompt's samples cross Redis together; batches, samples and scores travel in as many parts as they need."""
-    model, samples = spec.model, spec.rollout.samples_per_prompt
-    size = samples * longest_trajectory_bytes(model)
+    samples = spec.rollout.samples_per_prompt
+    size = samples * longest_trajectory_bytes(spec)
     if size > ENTRY_BYTES:
         yield (
             "rollout/samples_per_prompt",
-            f"{samples} samples of up to {model.max_response_tokens} tokens have up to {size >> 20} MiB together, and "
+            f"{samples} samples of up to {spec.most_response_tokens} tokens have up to {size >> 20} MiB together, and "
             f"an entry of Redis has {ENTRY_BYTES >> 20}",
         )
 
@@ -310,6 +310,24 @@ def episodes_of_agents_are_learned_from(spec: JobSpec) -> Iterator[Violation]:
         yield "replay/mix", "with tasks.harness all trajectories are online: episodes that agents have played"
     if spec.tasks.evaluation_problems or spec.tasks.evaluation_path:
         yield "tasks/evaluation_problems", "evaluations sample single responses: 0 with tasks.harness"
+    if any(term.needs("critic") for term in spec.algorithm.losses):
+        yield "algorithm/losses", "a critic's returns run along one path, and an episode has branches: not with ppo"
+    yield from _faults_of_branches(spec, spec.tasks.harness)
+
+
+def _faults_of_branches(spec: JobSpec, harness: HarnessSpec) -> Iterator[Violation]:
+    most, at = harness.max_episode_tokens, "tasks/harness/max_episode_tokens"
+    if most is None:
+        return
+    if harness.branches == "main":
+        yield at, "bounds branches, of which harness.branches main trains one: that is model.max_response_tokens"
+    if most < spec.model.max_response_tokens:
+        yield at, f"a single path may have model.max_response_tokens, {spec.model.max_response_tokens}"
+    if (forward := spec.model.max_prompt_tokens + most) > spec.trainer.max_tokens_per_micro_batch:
+        yield (
+            "trainer/max_tokens_per_micro_batch",
+            f"an episode's branches are learned from in one forward: {forward} with model.max_prompt_tokens",
+        )
 
 
 def turns_suffice(spec: JobSpec) -> Iterator[Violation]:
@@ -508,6 +526,12 @@ class JobSpec(Section):
     def model_paths(self) -> dict[str, str]:
         """Folders of models that the job reads, by the pointers that name them."""
         return {"/model/path": self.model.path} | self.algorithm.model_paths
+
+    @property
+    def most_response_tokens(self) -> int:
+        """Of one trajectory; of an episode of several branches all of them, as they stand one after the other."""
+        harness = self.tasks.harness
+        return (harness and harness.max_episode_tokens) or self.model.max_response_tokens
 
     @property
     def reads_values(self) -> bool:

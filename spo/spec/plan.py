@@ -187,8 +187,13 @@ def recomputes(spec: JobSpec, shape: ModelShape) -> bool:
 
 
 def longest(spec: JobSpec) -> int:
-    """Tokens of the longest trajectory."""
+    """Tokens of the longest sequence."""
     return spec.model.max_prompt_tokens + spec.model.max_response_tokens
+
+
+def most_trained(spec: JobSpec) -> int:
+    """Tokens of the longest trajectory: of an episode all its branches."""
+    return spec.model.max_prompt_tokens + spec.most_response_tokens
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,7 @@ def system_limits(spec: JobSpec, shape: ModelShape | None = None, redis_bytes: i
     What travels in parts (batches, answers of engines, judges and value-estimation, pages) has none. redis_bytes: its
     maxmemory, 0: not known or without one.
     """
-    trajectory = longest_trajectory_bytes(spec.model)
+    trajectory = longest_trajectory_bytes(spec)
     found = [
         SystemLimit("a trajectory in a message", "/model/max_response_tokens", trajectory, MESSAGE_BYTES),
         SystemLimit(
@@ -255,7 +260,7 @@ def stored_bytes(spec: JobSpec) -> tuple[int, int]:
     """
     if not spec.trainer.steps:
         return 0, 0
-    one = STORED_BYTES + int(STORED_TOKEN_BYTES * LIKELY_SHARE * longest(spec))
+    one = STORED_BYTES + int(STORED_TOKEN_BYTES * LIKELY_SHARE * most_trained(spec))
     live = sum(part.share for part in spec.replay.mix if part.source in LIVE_SOURCES)
     steps = min(spec.trainer.steps, CHECKPOINTS * spec.trainer.checkpoint_interval)
     # A trajectory is in several batches.
@@ -265,8 +270,8 @@ def stored_bytes(spec: JobSpec) -> tuple[int, int]:
 
 def tokens_of_a_forward(spec: JobSpec) -> int:
     """The most tokens of a micro-batch."""
-    most = max(spec.trainer.max_tokens_per_micro_batch, longest(spec))
-    return min(most, (spec.trainer.micro_batch_size or most) * longest(spec))
+    most = max(spec.trainer.max_tokens_per_micro_batch, most_trained(spec))
+    return min(most, (spec.trainer.micro_batch_size or most) * most_trained(spec))
 
 
 def teacher_parameters(spec: JobSpec, shape: ModelShape) -> int:
@@ -439,17 +444,18 @@ def fewest_ranks(spec: JobSpec, shape: ModelShape, device_bytes: int) -> tuple[i
 def what_is_not_cut(spec: JobSpec, shape: ModelShape) -> str:
     """What a rank holds however many there are, in words."""
     cut = changed(spec, {"zero_stage": 3, "activation_checkpointing": True, "offload": "optimizer"})
-    memory = trainer_memory(changed(cut, {"max_tokens_per_micro_batch": longest(spec)}), shape, MOST_RANKS)
+    memory = trainer_memory(changed(cut, {"max_tokens_per_micro_batch": most_trained(spec)}), shape, MOST_RANKS)
+    alone = in_gigabytes(memory.activations + memory.logits)
     return (
-        f"one trajectory of {longest(spec):,} tokens alone takes {in_gigabytes(memory.activations + memory.logits)} on "
-        "a rank, and ranks share no trajectory: shorter responses, or larger devices"
+        f"one trajectory of {most_trained(spec):,} tokens alone takes {alone} on a rank, and ranks share no "
+        "trajectory: shorter responses, or larger devices"
     )
 
 
 def _changes(spec: JobSpec) -> Iterator[dict[str, Any]]:
     stages = [stage for stage in (1, 2, 3) if stage > spec.trainer.zero_stage]
     tokens = spec.trainer.max_tokens_per_micro_batch
-    least = longest(spec)
+    least = most_trained(spec)
     smaller = [tokens // 2**power for power in range(1, 8) if tokens // 2**power > least]
     shorter: list[dict[str, Any]] = [{}] + [
         {"max_tokens_per_micro_batch": count} for count in [*smaller, *([least] if least < tokens else [])]

@@ -477,6 +477,17 @@ class HarnessSpec(Section):
     runner_pool: Name = Field(default="default", description="Which runners lease the episodes.")
     max_calls: int = Field(default=200, ge=1, le=10_000, description="Calls of the policy in an episode.")
     max_seconds: int = Field(default=7200, ge=1, le=604_800, description="Longest episode.")
+    branches: Literal["all", "main"] = Field(
+        default="all",
+        description="What of an episode is trained on: all its branches, as one, or the path of its last call alone.",
+    )
+    max_episode_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="Tokens read and sampled after the first prompt in all branches together, each with all that it "
+        "reads; default: model.max_response_tokens. Beyond it a call is a context_length_exceeded.",
+    )
     reward: Literal["runner", "verifier"] = Field(
         default="runner",
         description="runner: what it posts, from 0 to 1. verifier: that of the problem decides about the answer.",

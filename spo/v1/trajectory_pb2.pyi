@@ -49,6 +49,8 @@ class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKi
     """Sampled from the policy, and trained on."""
     SEGMENT_KIND_OBSERVATION: _SegmentKind.ValueType  # 2
     """Written by the environment: the policy sees it, and nothing is trained on it."""
+    SEGMENT_KIND_BRANCH: _SegmentKind.ValueType  # 3
+    """Read like an observation, as the beginning of a branch: what follows sees it, and nothing that stands before it."""
 
 class SegmentKind(_SegmentKind, metaclass=_SegmentKindEnumTypeWrapper): ...
 
@@ -57,6 +59,8 @@ SEGMENT_KIND_ACTION: SegmentKind.ValueType  # 1
 """Sampled from the policy, and trained on."""
 SEGMENT_KIND_OBSERVATION: SegmentKind.ValueType  # 2
 """Written by the environment: the policy sees it, and nothing is trained on it."""
+SEGMENT_KIND_BRANCH: SegmentKind.ValueType  # 3
+"""Read like an observation, as the beginning of a branch: what follows sees it, and nothing that stands before it."""
 Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
 
 @_typing.final
@@ -112,7 +116,7 @@ Global___Annotation: _TypeAlias = Annotation  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
-    """A stretch of a response of several turns."""
+    """A stretch of a response of several turns, or of an episode of several branches one after the other."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -312,7 +312,8 @@ class EpisodeCompletion(ServedCompletion):
         session = self.session
         wanted.temperature, wanted.top_p = session.temperature, session.top_p
         wanted.frequency_penalty = wanted.presence_penalty = 0.0
-        number = int(self.context.agent_sessions.counts(session)["calls"])
+        counts = self.context.agent_sessions.counts(session)
+        number = int(counts["calls"])
         wanted.seed = (session.seed + 1_000_003 * number) % 2**62
         wanted.logprobs = True
         wanted.loaded_version = session.version is None
@@ -322,6 +323,8 @@ class EpisodeCompletion(ServedCompletion):
             root = self.tree.path(self.continued.node)[0] if self.continued.node else None
             begins = len(root.read) if root else session.max_prompt_tokens or 0
             wanted.path_tokens = begins + session.max_response_tokens
+            if (room := self.tree.room(self.continued, counts)) is not None:
+                wanted.path_tokens = min(wanted.path_tokens, room)
             # A prompt that is shorter than it may be leaves the answer no more room.
             wanted.max_tokens = min(wanted.max_tokens or session.max_response_tokens, session.max_response_tokens)
 
@@ -357,6 +360,7 @@ class EpisodeCompletion(ServedCompletion):
             reason=reason,
             constrained=answer.constrained,
             label=next((self.request.headers[name][:200] for name in LABELS if name in self.request.headers), ""),
+            model=self.chat.model[:200],
             reasoning_characters=chat.reasoning_length(choice.text),
             read=prompt[len(known) :] if extends else prompt,
             sampled=tuple(choice.token_ids),

@@ -14,11 +14,13 @@ import pytest
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import now_ms
+from services.replay_buffer.admission import check_judged
 from spo import redis_keys
 from spo.cli.agents import EpisodeRunner
 from spo.client import Client
 from spo.errors import InvalidInput, LeaseLost
 from spo.messaging.streams import publish
+from spo.model.chat import trained_mask
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until
 from spo.testing.runs import toy_spec
@@ -89,11 +91,13 @@ class Played:
         return self.counter.ask("POST", f"/v1/agents/leases/{lease['lease_id']}/outcome", json=body)
 
     def call(self, lease: dict[str, Any], *messages: str, **fields: object) -> httpx.Response:
-        said = [{"role": "user", "content": text} for text in messages]
+        return self.say(lease, [{"role": "user", "content": text} for text in messages], **fields)
+
+    def say(self, lease: dict[str, Any], messages: list[dict[str, Any]], **fields: object) -> httpx.Response:
         with httpx.Client(timeout=60, trust_env=False) as client:
             return client.post(
                 f"{lease['session']['base_url']}/chat/completions",
-                json={"model": "x", "messages": said, **fields},
+                json={"model": "x", "messages": messages, **fields},
                 headers={"Authorization": f"Bearer {lease['session']['key']}"},
             )
 
@@ -290,9 +294,91 @@ def test_pools_rooms_and_rewards_are_the_jobs(played: Played) -> None:
         ({"tasks": {**PLAYED["tasks"], "evaluation_problems": 3}}, "/tasks/evaluation_problems"),  # type: ignore[dict-item]
         ({"tasks": {**PLAYED["tasks"], "environment": {"name": "python"}}}, "/tasks/harness"),  # type: ignore[dict-item]
         ({"replay": {"mix": [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]}}, "/replay/mix"),
+        (
+            {"algorithm": {"losses": [{"objective": "ppo"}], "critic": {"learning_rate": 1e-3}}},
+            "/algorithm/losses",
+        ),
+        (
+            {"tasks": {**PLAYED["tasks"], "harness": {**HARNESS, "max_episode_tokens": 9}}},  # type: ignore[dict-item]
+            "/tasks/harness/max_episode_tokens",
+        ),
+        (
+            {"tasks": {**PLAYED["tasks"], "harness": {**HARNESS, "max_episode_tokens": 900_000}}},  # type: ignore[dict-item]
+            "/trainer/max_tokens_per_micro_batch",
+        ),
     ],
 )
 def test_a_job_that_agents_cannot_play_is_refused(changed: dict[str, Any], pointer: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         toy_spec({**PLAYED, "model": {"path": "/models/pi0"}, **changed})
     assert pointer in [each.pointer for each in refused.value.violations]
+
+
+def test_an_episode_of_several_branches_is_one_trajectory_that_trains_each_sampled_token_once(
+    counter: Counter,
+) -> None:
+    played = Played(counter, max_calls=9)
+    one, two = played.lease(most=2)
+    said: list[dict[str, Any]] = [{"role": "user", "content": "guess"}]
+
+    def ask(messages: list[dict[str, Any]], model: str = "policy") -> dict[str, Any]:
+        found = played.say(one, messages, model=model)
+        assert found.status_code == 200, found.text
+        answer: dict[str, Any] = found.json()["choices"][0]["message"]
+        return answer
+
+    first = [*said, ask(said), {"role": "user", "content": "higher"}]
+    # The program thinks again of what it asks, and goes on from its second answer; it titles its work beside.
+    ask(first)
+    second = [*first, ask(first), {"role": "user", "content": "lower"}]
+    ask(second)
+    ask([{"role": "user", "content": "title"}], model="small")
+    # It looks back to its first answer, and forgets all at last.
+    ask([*first[:2], {"role": "user", "content": "lower"}])
+    ask([{"role": "user", "content": "sum up"}])
+    assert played.end(one, reward=0.5).status_code == 200
+    played.call(two, "x")
+    assert played.end(two, reward=1).status_code == 200
+
+    whole, single = played.rollouts()
+    calls = counter.ask("GET", f"/v1/agents/sessions/{_session(played, whole)}/tree").json()["calls"]
+    assert [call["parent"] for call in calls] == [None, 0, 0, 2, None, 0, None]
+    read, sampled = [call["read"] for call in calls], [call["sampled"] for call in calls]
+    parts = [(part.kind, part.label) for part in whole.segments]
+    main = [(1, ""), (2, ""), (1, ""), (2, ""), (1, "")]
+    assert parts == [*main, (3, "after call 0"), (1, ""), (3, "a root of its own"), (1, "")]
+    assert list(whole.prompt_token_ids) == read[0]
+    begun = [*read[0], *sampled[0]]
+    expected = [sampled[0], read[2], sampled[2], read[3], sampled[3], begun, read[5], sampled[5], read[6], sampled[6]]
+    assert list(whole.response_token_ids) == [token for part in expected for token in part]
+    assert sum(part.characters for part in whole.segments) == len(whole.response_text)
+    actions = [part.tokens for part in whole.segments if part.kind == 1]
+    assert actions == [len(sampled[number]) for number in (0, 2, 3, 5, 6)], "without what was thrown away, or titles"
+    trained = trained_mask(whole)
+    assert [logprob != 0 for logprob in whole.sampling_logprobs] == trained.tolist()
+    assert (whole.verdict.score, len(single.segments)) == (0.5, 1)
+    whole.reward = -0.5
+    check_judged(played.job_id, played.context.jobs.spec(played.job_id), whole)
+
+
+def test_what_an_episodes_tokens_do_not_hold_is_refused_to_the_agent_and_only_there(counter: Counter) -> None:
+    played = Played(counter, max_episode_tokens=300)
+    (lease,) = played.lease()
+    played.call(lease, "a" * 40)
+    asked: ServeRequest = counter.peers.inference.asked
+    assert asked.path_tokens == 64 + 256
+    # Three tokens were sampled; what goes on has the rest, and what begins anew brings all that it reads.
+    played.call(lease, "b")
+    assert counter.peers.inference.asked.path_tokens == 300 - 3
+    taken = 3 + len("<user>b") + 3
+    played.call(lease, "c")
+    assert counter.peers.inference.asked.path_tokens == 300 - taken
+
+
+def test_where_one_path_is_trained_on_others_take_nothing_of_its_tokens(counter: Counter) -> None:
+    main = Played(counter, branches="main")
+    (lease,) = main.lease()
+    main.call(lease, "b")
+    main.call(lease, "c")
+    assert counter.peers.inference.asked.path_tokens == 64 + 256
+    assert main.end(lease, reward=1).status_code == 200
