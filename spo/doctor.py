@@ -205,6 +205,11 @@ def examine(*, deep: bool = False, output: Output = Output.TABLE) -> bool:
         *_redis(),
         *_platform(),
     ]
+    return report(checks, output)
+
+
+def report(checks: list[DoctorCheck], output: Output) -> bool:
+    """Print findings; True when nothing needed is missing."""
     if output is Output.TABLE:
         _print(checks)
     else:

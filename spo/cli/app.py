@@ -304,12 +304,20 @@ def reproduce(
 def doctor(
     *,
     deep: Annotated[bool, typer.Option("--deep", help="Also import vLLM and DeepSpeed; takes a minute.")] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="A release of the chart in kubectl's context, instead of this machine.")
+    ] = False,
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Of the release; default: that of kubectl's context.")
+    ] = "",
     output: cli_jobs.OutputOption = Output.TABLE,
 ) -> None:
-    """Say what this machine has and lacks for running the platform, why it matters and what to do; 1 when it lacks."""
+    """Say what this machine, or a cluster, has and lacks for running the platform, and what to do; 1 when it lacks."""
     from spo.doctor import examine
+    from spo.kubernetes_doctor import examine_cluster
 
-    if not examine(deep=deep, output=output):
+    well = examine_cluster(namespace, output) if kubernetes else examine(deep=deep, output=output)
+    if not well:
         raise typer.Exit(ExitCode.FAILURE)
 
 
