@@ -440,7 +440,9 @@ def findings(view: ClusterView) -> list[DoctorCheck]:
         found = diagnosis(alike[0])
         others = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         what = f"{found.name}: {alike[0].where}{others}: {found.words}"
-        checks.append(DoctorCheck(what, False, found.why, found.step, needed=any(each.needed for each in alike)))
+        checks.append(
+            DoctorCheck(what, well=False, why=found.why, step=found.step, needed=any(each.needed for each in alike))
+        )
     return checks
 
 
@@ -448,9 +450,10 @@ def examine_cluster(namespace: str, output: Output) -> bool:
     """Print every finding; True when nothing keeps the release from running."""
     why = "the cluster is asked by kubectl, with its context and rights"
     if shutil.which("kubectl") is None:
-        return report([DoctorCheck("kubectl", False, why, "install kubectl")], output)
+        return report([DoctorCheck("kubectl", well=False, why=why, step="install kubectl")], output)
     try:
         view = seen(namespace)
     except KubectlError as error:
-        return report([DoctorCheck("the cluster answers", False, why, f"KUBECONFIG and its context: {error}")], output)
+        step = f"KUBECONFIG and its context: {error}"
+        return report([DoctorCheck("the cluster answers", well=False, why=why, step=step)], output)
     return report(findings(view), output)
