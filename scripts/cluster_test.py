@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compose_job import FINAL, LEDGER, MODEL
+from compose_job import FINAL, LEDGER, MODEL, table
 
 ROOT = Path(__file__).parents[1]
 RELEASE = "spo"
@@ -68,12 +68,6 @@ def waiting(pods: list[dict[str, Any]]) -> list[str]:
                         reasons.append(f"{container['name']}: {state['reason']} {state.get('message', '')}".strip())
         found.append(f"{name}: {'; '.join(reasons) or status.get('phase', 'unknown')}")
     return found
-
-
-def table(steps: list[tuple[str, float, str]]) -> str:
-    """The steps as a table of Markdown."""
-    rows = [f"| {what} | {seconds:.0f} | {seen} |" for what, seconds, seen in steps]
-    return "\n".join(["| step | seconds | seen |", "|---|---|---|", *rows])
 
 
 @dataclass

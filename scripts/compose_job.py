@@ -1,18 +1,21 @@
-"""The job of compose-test: it works while inference goes 1 -> 3, loses a replica to SIGKILL and goes back to 1.
+"""The job of compose-test: it works while inference goes 1 -> 3 -> 1 and every service is killed in turn.
 
 Standard library only, since it runs wherever Docker does. `compose_test.sh` has started the platform and calls it:
-compose_job.py URL KEY_FILE STEPS COMPOSE... Prints what it sees with the seconds since its start.
+compose_job.py URL KEY_FILE STEPS COMPOSE... Prints what it sees with the seconds since its start, and at its end a
+table of the steps. Before the job, a stranger on the platform's network asks every service and gets nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,30 @@ waiting = store.xlen(redis_keys.prompts(job))
 duplicates = store.hlen(redis_keys.replay_duplicates(job))
 print(json.dumps({"groups_fed": groups, "groups_waiting": waiting, "duplicates": duplicates, **found}))
 """
+# Every service but inference, of which a replica among three is killed. The trainer first: its start takes longest.
+KILLED = ("trainer", "value-estimation", "sandbox-judge", "verifier", "replay-buffer", "orchestrator", "redis")
+# In a container of the same network without secrets: what each service says to a call, and Redis to a question.
+STRANGER = """
+import json, sys, grpc, redis
+calls = {
+    "orchestrator": "OrchestratorService/Heartbeat", "replay-buffer": "ReplayService/GetReplayStatus",
+    "sandbox-judge": "JudgeService/DescribeJudge", "verifier": "JudgeService/DescribeJudge",
+    "value-estimation": "ValueService/GetCalibration", "inference": "InferenceService/DescribeReplica",
+}
+said = {}
+for service, call in calls.items():
+    with grpc.insecure_channel(f"{service}:7070") as channel:
+        try:
+            said[service] = f"answered: {channel.unary_unary(f'/spo.v1.{call}')(b'', timeout=20)}"
+        except grpc.RpcError as error:
+            said[service] = error.code().name
+try:
+    said["redis"] = f"answered: {redis.Redis('redis').keys()}"
+except redis.RedisError as error:
+    said["redis"] = type(error).__name__
+print(json.dumps(said))
+"""
+TABLE: list[tuple[str, float, str]] = []
 
 
 class Platform:
@@ -72,6 +99,14 @@ class Platform:
         lines = output(["docker", "inspect", "-f", "{{.Created}} {{.Id}}", *ids]).splitlines()
         return [line.split()[1] for line in sorted(lines)]
 
+    def container(self, service: str) -> str:
+        """The one container of a service."""
+        return self.run("ps", "-q", service).split()[0]
+
+    def image(self) -> str:
+        """That of the orchestrator, which has Python and our packages."""
+        return output(["docker", "inspect", "-f", "{{.Image}}", self.container("orchestrator")]).strip()
+
     def joined(self) -> int:
         """Replicas of inference that serve the job."""
         found = self.ask("/v1/replicas")["items"]
@@ -93,6 +128,21 @@ def say(what: str) -> None:
     print(f"== {time.monotonic() - STARTED:6.0f} s  {what}", flush=True)
 
 
+def table(steps: list[tuple[str, float, str]]) -> str:
+    """The steps as a table of Markdown."""
+    rows = [f"| {what} | {seconds:.0f} | {seen} |" for what, seconds, seen in steps]
+    return "\n".join(["| step | seconds | seen |", "|---|---|---|", *rows])
+
+
+@contextlib.contextmanager
+def noted(what: str, job: WatchedJob | None = None) -> Iterator[None]:
+    """Note what a step took, and between which steps of the job it was."""
+    began, before = time.monotonic(), job.step() if job else 0
+    say(what)
+    yield
+    TABLE.append((what, time.monotonic() - began, f"the job: step {before} to {job.step()}" if job else ""))
+
+
 def wait_until(reached: Callable[[], bool], what: str, seconds: float) -> float:
     """Poll until something holds and say how long it took. Exits when it does not come in time."""
     began = time.monotonic()
@@ -110,12 +160,28 @@ class WatchedJob:
     def __init__(self, platform: Platform, job_id: str) -> None:
         self.platform, self.id = platform, job_id
 
+    def look(self) -> Any:
+        """What the API says of it. Waits for an orchestrator that comes back. Raises OSError when none does."""
+        deadline = time.monotonic() + REPLICA_SECONDS
+        while True:
+            try:
+                return self.platform.ask(f"/v1/jobs/{self.id}")
+            except OSError as error:
+                refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
+                if refused or time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL_SECONDS)
+
     def step(self) -> int:
         """The step it is at. Exits when it has ended: then nothing was proven."""
-        job = self.platform.ask(f"/v1/jobs/{self.id}")
+        job = self.look()
         if job["state"] in FINAL:
             raise SystemExit(f"the job is {job['state']} too early, give it more STEPS: {job['failure']}")
         return int(job["progress"]["step"])
+
+    def goes_on(self) -> None:
+        """Wait for three more steps."""
+        self.reach(self.step() + 3, REPLICA_SECONDS)
 
     def reach(self, step: int, seconds: float) -> None:
         """Wait until it has done so many steps."""
@@ -128,13 +194,24 @@ class WatchedJob:
 
     def state(self) -> str:
         """The state that the API tells."""
-        return str(self.platform.ask(f"/v1/jobs/{self.id}")["state"])
+        return str(self.look()["state"])
+
+
+def strangers_answers(platform: Platform) -> dict[str, str]:
+    """What a container on the platform's network gets that has none of its secrets. Exits when it gets anything."""
+    network = f"{os.environ['COMPOSE_PROJECT_NAME']}_pipeline"
+    confined = ["docker", "run", "--rm", "--network", network, "--entrypoint", "python", platform.image()]
+    said = dict(json.loads(output([*confined, "-c", STRANGER])))
+    wanted = dict.fromkeys(said, "UNAUTHENTICATED") | {"redis": "AuthenticationError"}
+    if said != wanted or len(said) < len(KILLED):
+        raise SystemExit(f"a stranger on the network is told {said}")
+    return said
 
 
 def submitted(platform: Platform, steps: int) -> WatchedJob:
     """pi0 built, the demo's job sent over REST."""
-    say("pi0 of the toy contest")
-    lines = platform.run("--profile", "demo", "run", "--rm", "-T", "toy-model").splitlines()
+    with noted("pi0 of the toy contest"):
+        lines = platform.run("--profile", "demo", "run", "--rm", "-T", "toy-model").splitlines()
     folder = [json.loads(line)["folder"] for line in lines if "folder" in line][-1]
     spec = platform.run("exec", "-T", "orchestrator", "python", "-c", MODEL, folder, str(steps))
     job = WatchedJob(platform, platform.ask("/v1/jobs", json.loads(spec))["id"])
@@ -142,16 +219,19 @@ def submitted(platform: Platform, steps: int) -> WatchedJob:
     return job
 
 
-def killed_and_back(platform: Platform, job: WatchedJob) -> None:
-    """SIGKILL to every process of the replica that has worked longest; Docker starts its container again."""
-    victim = platform.inference()[0]
+def killed_and_back(platform: Platform, job: WatchedJob, victim: str) -> None:
+    """SIGKILL to a container's first process, with which all go; Docker starts the container again.
+
+    From the engine's own process namespace: a `docker kill` counts as intended, after which nothing is started again,
+    and a process 1 cannot be killed from within.
+    """
     before, at = restarts(victim), job.step()
-    # From within: a `docker kill` counts as intended, after which nothing is started again.
-    subprocess.run(["docker", "exec", victim, "sh", "-c", "kill -KILL -1"], check=False, timeout=COMMAND_SECONDS)
+    pid = output(["docker", "inspect", "-f", "{{.State.Pid}}", victim]).strip()
+    outside = ["docker", "run", "--rm", "--network", "none", "--pid", "host", "--user", "0", "--entrypoint", "sh"]
+    output([*outside, platform.image(), "-c", f"kill -KILL {pid}"])
     say(f"SIGKILL to {victim[:12]} at step {at}")
     wait_until(lambda: restarts(victim) > before, f"{victim[:12]} is started again", REPLICA_SECONDS)
     wait_until(lambda: healthy(victim), f"{victim[:12]} is healthy again", REPLICA_SECONDS)
-    job.served_by(3)
     say(f"the job is at step {job.step()}, {job.step() - at} steps after the kill")
 
 
@@ -181,24 +261,44 @@ def report(platform: Platform, job: WatchedJob) -> None:
     say(f"the trainer waited {sum(waits):.1f} s in all, {max(waits):.1f} s at most for one batch")
 
 
+def disturbed(platform: Platform, job: WatchedJob) -> None:
+    """All that is done to the platform while the job trains."""
+    for service in KILLED:
+        with noted(f"SIGKILL to {service} until it is healthy and the job goes on", job):
+            killed_and_back(platform, job, platform.container(service))
+            job.goes_on()
+    with noted("inference 1 -> 3 until all serve the job", job):
+        platform.scale(3)
+        job.served_by(3)
+        job.goes_on()
+    with noted("SIGKILL to the replica of inference that worked longest, until three serve again", job):
+        killed_and_back(platform, job, platform.inference()[0])
+        job.served_by(3)
+        job.goes_on()
+    with noted("inference 3 -> 1", job):
+        platform.scale(1)
+        job.served_by(1)
+        job.goes_on()
+
+
 def main(url: str, key_file: str, steps: str, *compose: str) -> None:
-    """The whole passage; any deviation ends it with an error."""
+    """The whole passage; any deviation ends it with an error, after the table of what was done."""
     platform = Platform(url, Path(key_file).read_text(), list(compose))
-    job = submitted(platform, int(steps))
-    job.reach(3, VALUES_SECONDS)
-    platform.scale(3)
-    say(f"inference 1 -> 3 asked for at step {job.step()}")
-    job.served_by(3)
-    job.reach(job.step() + 3, REPLICA_SECONDS)
-    killed_and_back(platform, job)
-    platform.scale(1)
-    say(f"inference 3 -> 1 asked for at step {job.step()}")
-    job.served_by(1)
-    job.reach(job.step() + 3, REPLICA_SECONDS)
-    wait_until(lambda: job.state() in FINAL, "the job has ended", JOB_SECONDS)
-    if job.state() != "succeeded":
-        raise SystemExit(f"the job is {platform.ask(f'/v1/jobs/{job.id}')}")
-    report(platform, job)
+    try:
+        with noted("a stranger on the network asks every service"):
+            said = strangers_answers(platform)
+        say(json.dumps(said))
+        job = submitted(platform, int(steps))
+        with noted("the job's third step, values included"):
+            job.reach(3, VALUES_SECONDS)
+        disturbed(platform, job)
+        with noted("the job's end"):
+            wait_until(lambda: job.state() in FINAL, "the job has ended", JOB_SECONDS)
+        if job.state() != "succeeded":
+            raise SystemExit(f"the job is {job.look()}")
+        report(platform, job)
+    finally:
+        print(table(TABLE), flush=True)
 
 
 if __name__ == "__main__":

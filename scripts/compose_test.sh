@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the images, run the toy job in docker compose, kill and scale inference on the way, tear down.
+# Build the images, run the toy job in docker compose, scale inference and kill every service on the way, tear down.
 # Needs a Docker engine and compose v2 (docker compose, or the path of its binary in COMPOSE). Images and bases are
 # chosen by the variables of docker-compose.yml; COMPOSE_BUILD=no takes images that are there; STEPS is the length of the
 # job, which has to be at work still when the last replica has left.

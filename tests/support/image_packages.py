@@ -1,7 +1,7 @@
 """An interpreter that sees what an image holds: other packages than its hashed pins, and other roles, are hidden.
 
-The pins are those of constraints/hashed, what is taken out again that of deploy/slim_venv.sh, the roles those of the
-Dockerfile; hidden are modules and distributions alike, in child processes too.
+The pins are those of constraints/hashed, what is taken out again that of deploy/slim_venv.sh or of the Dockerfile, the
+roles those of the Dockerfile; hidden are modules and distributions alike, in child processes too.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def pinned(image: str) -> set[str]:
     """Distributions of an image: its hashed pins without what its build takes out again."""
     folder = ROOT / "constraints" / "hashed"
     found = set(re.findall(r"^([\w.-]+)==", (folder / f"{image}.txt").read_text(), re.MULTILINE))
-    if STAGES[image][0] == "light":
-        for line in re.findall(r"pip uninstall --quiet --yes ([\w -]+)", SLIM.read_text()):
-            found -= set(line.split())
+    dockerfile = STAGES[image][0]
+    taken_out = SLIM if dockerfile == "light" else ROOT / "deploy" / f"Dockerfile.{dockerfile}"
+    for line in re.findall(r"pip uninstall --quiet --yes ([\w -]+)", taken_out.read_text()):
+        found -= set(line.split())
     return {canonical(name) for name in found}
 
 

@@ -37,7 +37,7 @@ OLDEST = {
     "": "services networks volumes secrets",
     "services.*": "image build command entrypoint environment env_file restart init read_only tmpfs cap_drop cap_add "
     "security_opt networks stop_grace_period logging profiles user volumes secrets healthcheck deploy depends_on ports "
-    "shm_size pids_limit labels",
+    "shm_size cpus mem_limit pids_limit labels",
     "services.*.build": "context dockerfile target args labels network shm_size cache_from",
     "services.*.healthcheck": "test interval timeout retries start_period disable",
     "services.*.logging": "driver options",
@@ -97,7 +97,10 @@ def test_every_service_is_confined_limited_and_watched(name: str) -> None:
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    assert "memory" in service["deploy"]["resources"]["limits"]
+    limits = service.get("deploy", {}).get("resources", {}).get("limits", {})
+    assert ("memory" in limits) is not ("mem_limit" in service)
+    # Compose v2 refuses the file where a limit is beside those of `deploy`.
+    assert not (limits and {"cpus", "mem_limit", "pids_limit"} & set(service))
     assert service["healthcheck"]["test"][-1] == "127.0.0.1:7070"
     assert all(needed["condition"] == "service_healthy" for needed in service["depends_on"].values())
 

@@ -169,6 +169,8 @@ def test_the_steps_are_a_table(cluster: ModuleType) -> None:
     ]
 
 
-def test_every_role_of_the_chart_is_taken_away_once(cluster: ModuleType) -> None:
+def test_every_role_is_taken_away_once(cluster: ModuleType) -> None:
+    composed = loaded("compose_job")
+    assert {*composed.KILLED, "inference"} == set(cluster.ROLES)
     services = {path.parent.name.replace("_", "-") for path in (SCRIPTS.parent / "services").glob("*/__main__.py")}
     assert set(cluster.ROLES) == services - {"tinker"} | {"redis"}
