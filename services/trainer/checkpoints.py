@@ -66,6 +66,9 @@ RETRY_SECONDS = 5.0
 LOOK_SECONDS = 0.2
 LONGEST_LOOK_SECONDS = 5.0
 FETCH_SECONDS = 3600.0
+# Least pause between two checkpoints that no interval asked for, and until a place that failed is tried again.
+MIN_CHECKPOINT_SECONDS = 10.0
+STORAGE_SECONDS = 5.0
 # Parts of other jobs that nobody touched for so long are no longer worth their room.
 FORGOTTEN_SECONDS = 6 * 3600.0
 
@@ -192,6 +195,89 @@ class CheckpointPlace(Protocol):
 
     def abandon(self) -> None:
         """What is not whole yet need not become so: the job is somebody else's."""
+
+
+@dataclass(frozen=True)
+class PendingCheckpoint:
+    """Written by all ranks at `step`; whole in its place once `saved` is done."""
+
+    step: int
+    saved: Future[SavedCheckpoint]
+    place: CheckpointPlace
+
+
+class CheckpointSchedule:
+    """When a checkpoint is due, the one that is pending, and how long a place that cannot be written is left alone.
+
+    interval: steps. share: the share of the time that checkpoints between the intervals may take; 0: there are none.
+    One is pending at a time; training goes on meanwhile, and without a checkpoint that could not be written.
+    """
+
+    def __init__(self, interval: int, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pending: PendingCheckpoint | None = None
+        self._interval = interval
+        self._share = share
+        self._clock = clock
+        self._tried_at_step = -1
+        # One that was due and is not there: the place could not be written, or another was pending.
+        self._owed = False
+        self._writable_at = 0.0
+        self._ended = clock()
+        self._seconds = 0.0
+
+    def resumed(self, step: int) -> None:
+        """Training goes on from a checkpoint of this step, or from its beginning."""
+        self._tried_at_step = step
+
+    def tried(self, step: int) -> bool:
+        """Whether a checkpoint of this step was written, or could not be."""
+        return self._tried_at_step == step
+
+    def settled(self, step: int) -> bool:
+        """Whether this step needs no further try now: it is saved, or could not be written a moment ago."""
+        return self.tried(step) and not (self._owed and self.may_write())
+
+    def may_write(self) -> bool:
+        """Whether the places of weights and checkpoints may be written, as far as is known."""
+        return self._clock() >= self._writable_at
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint of this step is to be written. One that is due while another is pending follows it."""
+        at_interval = step % self._interval == 0
+        if self.pending:
+            self._owed = self._owed or at_interval
+            return False
+        if at_interval:
+            return True
+        if self._owed:
+            return self.may_write()
+        if not self._share:
+            return False
+        return self._clock() - self._ended > max(MIN_CHECKPOINT_SECONDS, self._seconds / self._share)
+
+    def write_failed(self) -> None:
+        """A place of weights or checkpoints is full or cannot be used: it is tried again STORAGE_SECONDS later."""
+        self._writable_at = self._clock() + STORAGE_SECONDS
+
+    def ended(self, step: int, pending: PendingCheckpoint | None, began: float) -> None:
+        """All ranks have tried to write this step since `began` (by `clock`); None when they could not."""
+        self._tried_at_step = step
+        self._ended = self._clock()
+        self._seconds = self._ended - began
+        self._owed = pending is None and not self.may_write()
+        self.pending = pending
+
+    def take_whole(self) -> PendingCheckpoint | None:
+        """The pending checkpoint, once it is whole or has failed; the next one may be written then."""
+        if self.pending is None or not self.pending.saved.done():
+            return None
+        whole, self.pending = self.pending, None
+        return whole
+
+    def lost(self) -> None:
+        """A checkpoint that was pending did not become whole: another is owed, of whatever step it then is."""
+        self._owed = True
+        self.write_failed()
 
 
 class CheckpointFolder:

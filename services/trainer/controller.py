@@ -26,7 +26,13 @@ from services.trainer.batches import (
     groups_of,
     sampler_alarm,
 )
-from services.trainer.checkpoints import CheckpointPlace, SavedCheckpoint, TrainingProgress
+from services.trainer.checkpoints import (
+    CheckpointPlace,
+    CheckpointSchedule,
+    PendingCheckpoint,
+    SavedCheckpoint,
+    TrainingProgress,
+)
 from services.trainer.learner import StepResult
 from services.trainer.lease import TRANSIENT, Attempt, JobLease
 from services.trainer.ranks import Ranks
@@ -61,8 +67,6 @@ log = get_logger("controller")
 
 LOG_SECONDS = 10.0
 WAIT_SECONDS = 0.5
-MIN_CHECKPOINT_SECONDS = 10.0
-STORAGE_SECONDS = 5.0
 # Commands that write files of the run.
 WRITING = ("publish", "checkpoint")
 
@@ -254,18 +258,8 @@ class Controller:
         self._limits = ForwardLimits.of(spec.trainer, packed=False)
         # The batch that is being learned from.
         self._rows: Sequence[TrainingSample] = ()
-        self._checkpoint_tried_at_step = -1
         self._resumed_step = 0
-        # A folder that is full or cannot be used is tried again from then on; until then training goes on without the
-        # checkpoint it owes.
-        self._storage_again_at = 0.0
-        self._owes_checkpoint = False
-        # Written here, and whole where it is kept a little later.
-        self._saving: Future[SavedCheckpoint] | None = None
-        self._saving_step = 0
-        self._place: CheckpointPlace | None = None
-        self._checkpoint_ended = time.monotonic()
-        self._checkpoint_seconds = 0.0
+        self._checkpoints = CheckpointSchedule(spec.trainer.checkpoint_interval, settings.checkpoint_share)
         self._waiting_since = time.monotonic()
         self._last_logged = time.monotonic()
         self._wait_seconds = 0.0
@@ -281,7 +275,8 @@ class Controller:
     def resumed(self, progress: TrainingProgress, *, packed: bool) -> None:
         """Training goes on from here; what was loaded is saved already. packed: the model computes without padding."""
         self._limits = ForwardLimits.of(self._spec.trainer, packed=packed)
-        self._resumed_step = self._checkpoint_tried_at_step = progress.step
+        self._resumed_step = progress.step
+        self._checkpoints.resumed(progress.step)
 
     def next_command(self, progress: TrainingProgress) -> Command:
         """Decide what all ranks do next, and give each its part of it."""
@@ -291,9 +286,10 @@ class Controller:
         command = self._interruption(progress) or self._due(progress) or self._next_batch(progress)
         if command.kind in WRITING and not self._still_owns():
             command = Command("end")
-        if self._saving and command.kind in ("checkpoint", "end") and not self._lease.lost:
+        pending = self._checkpoints.pending
+        if pending and command.kind in ("checkpoint", "end") and not self._lease.lost:
             # One at a time, and none is left behind by a trainer that goes.
-            command = self._await_saving()
+            command = self._await(pending)
         self._command_started = time.monotonic()
         shares = cut_into_minibatches(
             self._rows,
@@ -315,7 +311,7 @@ class Controller:
         if self._outcome:
             return Command("end")
         if self._stop.is_set():
-            if progress.step and self._checkpoint_tried_at_step != progress.step:
+            if progress.step and not self._checkpoints.tried(progress.step):
                 return Command("checkpoint")
             return self._end(RunOutcome("the process is stopping"))
         if self._lease.directive == wire.DIRECTIVE_CANCEL:
@@ -328,31 +324,29 @@ class Controller:
         trainer = self._spec.trainer
         done = progress.step >= trainer.steps
         if progress.weight_step != progress.step and (progress.step % trainer.update_interval == 0 or done):
-            return Command("publish") if self._may_write() else self._pause_a_little()
-        saved = self._is_saved(progress)
-        if not saved and progress.step and (done or self._checkpoint_due(progress)):
+            return Command("publish") if self._checkpoints.may_write() else self._pause_a_little()
+        saved = self._checkpoints.settled(progress.step)
+        if not saved and progress.step and (done or self._checkpoints.due(progress.step)):
             return Command("checkpoint")
         if self._lease.reference_version > progress.reference_version and not done:
-            if not self._may_write():
+            if not self._checkpoints.may_write():
                 return self._pause_a_little()
             return Command("update_reference", reference_version=self._lease.reference_version)
         match self._lease.directive:
-            case wire.DIRECTIVE_CHECKPOINT if not saved and not self._saving:
+            case wire.DIRECTIVE_CHECKPOINT if not saved and not self._checkpoints.pending:
                 return Command("checkpoint")
             case wire.DIRECTIVE_PAUSE:
                 return self._save_and_wait(progress)
         return self._end(RunOutcome("all steps done", give_back=True)) if done else None
 
-    def _await_saving(self) -> Command:
-        assert self._saving
-        assert self._place
+    def _await(self, pending: PendingCheckpoint) -> Command:
         if self._lease.directive == wire.DIRECTIVE_CANCEL:
-            self._place.abandon()
-        wait([self._saving], WAIT_SECONDS)
+            pending.place.abandon()
+        wait([pending.saved], WAIT_SECONDS)
         return Command("wait")
 
     def _save_and_wait(self, progress: TrainingProgress) -> Command:
-        if progress.step and not self._is_saved(progress):
+        if progress.step and not self._checkpoints.settled(progress.step):
             return Command("checkpoint")
         return self._pause_a_little()
 
@@ -360,36 +354,12 @@ class Controller:
         self._stop.wait(WAIT_SECONDS)
         return Command("wait")
 
-    def _is_saved(self, progress: TrainingProgress) -> bool:
-        """Whether this step needs no further try: it is saved, or could not be written a moment ago."""
-        tried = self._checkpoint_tried_at_step == progress.step
-        return tried and not (self._owes_checkpoint and self._may_write())
-
-    def _may_write(self) -> bool:
-        return time.monotonic() >= self._storage_again_at
-
     def _is_paused_by_alarm(self) -> bool:
         """Whether an alarm has stopped the run until a person resumes it: no steps, no weights published."""
         if self._paused_by_alarm and self._lease.has_reported_all and self._lease.directive != wire.DIRECTIVE_PAUSE:
             self._paused_by_alarm = False
             self._monitor.rearm()
         return self._paused_by_alarm
-
-    def _checkpoint_due(self, progress: TrainingProgress) -> bool:
-        at_interval = progress.step % self._spec.trainer.checkpoint_interval == 0
-        if self._saving:
-            # Training does not wait for it; the one that is due now follows it.
-            self._owes_checkpoint = self._owes_checkpoint or at_interval
-            return False
-        if at_interval:
-            return True
-        if self._owes_checkpoint:
-            return self._may_write()
-        share = self._settings.checkpoint_share
-        if not share:
-            return False
-        pause = max(MIN_CHECKPOINT_SECONDS, self._checkpoint_seconds / share)
-        return time.monotonic() - self._checkpoint_ended > pause
 
     def _next_batch(self, progress: TrainingProgress) -> Command:
         step = progress.step + 1
@@ -483,7 +453,7 @@ class Controller:
         """The place of weights or checkpoints is full, or cannot be used now: say so, and try again a little later."""
         log.error("a folder is full or cannot be used; tried again", run=self._lease.grant.run_id, reason=error.message)
         self._context.problem = error.message
-        self._storage_again_at = time.monotonic() + STORAGE_SECONDS
+        self._checkpoints.write_failed()
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -514,12 +484,9 @@ class Controller:
         self, saved: Future[SavedCheckpoint] | None, place: CheckpointPlace, progress: TrainingProgress
     ) -> None:
         """Note the time and cost of a checkpoint, and report it once it is whole, if it could be written."""
-        self._checkpoint_tried_at_step = self._saving_step = progress.step
-        self._checkpoint_ended = time.monotonic()
-        self._checkpoint_seconds = self._checkpoint_ended - self._command_started
-        self._owes_checkpoint = saved is None and not self._may_write()
-        self._saving, self._place = saved, place
-        if saved is None:
+        pending = None if saved is None else PendingCheckpoint(progress.step, saved, place)
+        self._checkpoints.ended(progress.step, pending, self._command_started)
+        if pending is None:
             return
         self._context.problem = ""
         if self._lease.directive == wire.DIRECTIVE_CHECKPOINT:
@@ -528,22 +495,21 @@ class Controller:
 
     def _report_saved(self, progress: TrainingProgress) -> None:
         """Report the checkpoint that was on its way, once it is whole."""
-        saving, place = self._saving, self._place
-        if saving is None or place is None or not saving.done():
+        whole = self._checkpoints.take_whole()
+        if whole is None:
             return
-        self._saving = None
         with self.owning():
             try:
-                saved = saving.result()
+                saved = whole.saved.result()
             except (OSError, NotReady, IntegrityError) as error:
-                log.error("a checkpoint did not arrive; tried again", step=self._saving_step, why=str(error))
-                self._context.problem = f"the checkpoint of step {self._saving_step} did not arrive: {error}"
-                self._owes_checkpoint, self._storage_again_at = True, time.monotonic() + STORAGE_SECONDS
+                log.error("a checkpoint did not arrive; tried again", step=whole.step, why=str(error))
+                self._context.problem = f"the checkpoint of step {whole.step} did not arrive: {error}"
+                self._checkpoints.lost()
                 return
-            if self._lease.directive == wire.DIRECTIVE_PAUSE and self._saving_step != progress.step:
+            if self._lease.directive == wire.DIRECTIVE_PAUSE and whole.step != progress.step:
                 # Reporting it would complete the pause before the last steps are saved.
                 return
-            self._report_checkpoint(saved, place)
+            self._report_checkpoint(saved, whole.place)
 
     def _report_checkpoint(self, saved: SavedCheckpoint, place: CheckpointPlace) -> None:
         kept = self._lease.report_checkpoint(
