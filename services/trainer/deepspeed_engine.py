@@ -21,26 +21,29 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal
 
 import deepspeed
 import deepspeed.comm
-import deepspeed.ops
 import torch
 import transformers
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from safetensors import SafetensorError
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, core_model_loading
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from services.trainer.deepspeed_fields import (
+    ZeroOptimizer,
+    cut,
+    free_model,
+    is_cut,
+    leave_out_shared_memory_op,
+)
 from services.trainer.ranks import Ranks
 from spo.errors import IntegrityError, InvalidInput, PreconditionFailed
 from spo.model.folder import open_tensors
-from spo.model.folder_names import FolderNames, saved_buffers
+from spo.model.folder_names import FolderNames, saved_buffers, whole_shape
 from spo.model.logprobs import checkpoint_activations, is_large
 from spo.observability import is_out_of_memory
 from spo.spec.job_spec import TrainerSpec
@@ -117,7 +120,7 @@ def partitioned_loading(dtype: torch.dtype, *, on_cpu: bool) -> Iterator[None]:
             owner, _, own_name = target_name.rpartition(".")
             parameter = model.get_submodule(owner)._parameters.get(own_name)
             if parameter is not None and not parameter.is_meta:
-                _cut(zero, parameter)
+                cut(zero, parameter)
 
         return set_and_cut
 
@@ -151,59 +154,6 @@ def parameters_set_by(changed: Callable[[SetParameter], SetParameter]) -> Iterat
             os.environ[ONE_BY_ONE] = before
 
 
-def _cut(zero: deepspeed.zero.Init, parameter: nn.Parameter) -> None:
-    # What `Init` does to a parameter, without rank 0's values being sent: every rank has read its own.
-    zero._convert_to_deepspeed_param(parameter)
-    cast(CutParameter, parameter).partition()
-
-
-class CutParameter(Protocol):
-    """What DeepSpeed makes of a parameter that it cuts, as far as it is used here."""
-
-    ds_tensor: Tensor
-    ds_shape: Size
-    ds_status: ZeroParamStatus
-    ds_zero_partition_rank: int
-
-    def partition(self) -> None:
-        """Free the whole, keep this rank's part."""
-
-
-def _as_cut(parameter: Tensor) -> CutParameter | None:
-    return cast(CutParameter, parameter) if hasattr(parameter, "ds_tensor") else None
-
-
-def put_values(parameter: Tensor, values: Tensor) -> None:
-    """Give a parameter or buffer other values, whole on the CPU or mapped from a file; of one that is cut, our part."""
-    cut = _as_cut(parameter)
-    if cut is None:
-        parameter.copy_(values)
-        return
-    part = cut.ds_tensor
-    start = cut.ds_zero_partition_rank * part.numel()
-    own = values.flatten()[start : start + part.numel()]
-    part[: own.numel()].copy_(own)
-    # Small ones stay gathered between forwards: with what they were.
-    if cut.ds_status == ZeroParamStatus.AVAILABLE:
-        cut.partition()
-
-
-def whole_shape(parameter: Tensor) -> Size:
-    """The shape of a parameter, whether it is cut or not."""
-    shape: Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
-
-
-def free_model(model: nn.Module) -> None:
-    """Give back what the parameters of a model hold; it is of no use afterwards."""
-    # ZeRO-3 leaves modules on a global stack and objects behind hooks held in C++, where no gc looks: what those hold
-    # is freed here, their empty shells stay.
-    FWD_MODULE_STACK.clear()
-    for parameter in model.parameters():
-        vars(parameter).clear()
-        parameter.data = torch.empty(0)
-
-
 class ReferenceModel:
     """`model` computes log-probs, on every rank alike; `weights` has the parameters, which may be given other values.
 
@@ -215,7 +165,7 @@ class ReferenceModel:
         self.weights = weights.requires_grad_(requires_grad=False)
         self.model: nn.Module = weights
         self._engine: deepspeed.DeepSpeedEngine | None = None
-        if hasattr(next(weights.parameters()), "ds_tensor"):
+        if is_cut(next(weights.parameters())):
             kept = offloaded(offload)
             parameters_on_cpu = {"offload_param": kept["offload_param"]} if "offload_param" in kept else {}
             config = {
@@ -323,8 +273,7 @@ def _count(names: Iterable[str], kind: str) -> int:
 
 def prepare_deepspeed(state_path: Path) -> None:
     """Once per process, before the first engine and after torch.distributed is up."""
-    # Otherwise init_distributed compiles an op for a minute, and a build killed half-way blocks later starts.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    leave_out_shared_memory_op()
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str((state_path / "trainer" / "torch_extensions").absolute()))
     os.environ.setdefault("LOCAL_RANK", "0")
     # DeepSpeed 0.19 calls what torch 2.13 deprecates, at every step.
@@ -357,14 +306,15 @@ class DeepSpeedEngine:
         # One pass over the state in place of a dozen, on CPU and GPU.
         groups = _groups(model, spec.weight_decay)
         optimizer = torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.adam_betas, fused=True)
-        self.model, self._optimizer, *_ = deepspeed.initialize(
+        self.model, made, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
             config=self._config(passes, spec.offload, half=half),
             dist_init_required=False,
         )
+        self._optimizer = ZeroOptimizer(self.stage, made)
         if self.stage == 3 and not half:
-            self._share_masters()
+            self._optimizer.share_masters()
         # Evaluation mode although it is trained: with dropout the policy would differ from its reference at step 0.
         self.model.eval()
         wanted = spec.activation_checkpointing
@@ -387,12 +337,6 @@ class DeepSpeedEngine:
                 {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"} if self._widened else {}
             ),
         }
-
-    def _share_masters(self) -> None:
-        """Float32 weights are their own master weights; DeepSpeed means it so and compares a device with its name."""
-        for master, weights in zip(self._masters(), self._optimizer.fp16_partitioned_groups_flat, strict=True):
-            if master.device == weights.device:
-                master.data = weights.data
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss` (scaled so that the mean over ranks is right); `last` before a step."""
@@ -420,13 +364,8 @@ class DeepSpeedEngine:
         """Forget what `backward` accumulated, as if the batch had never been seen."""
         if self.stage == 0:
             self.model.zero_grad()
-            return
-        self._optimizer.zero_grad()
-        self._optimizer.averaged_gradients = {}
-        if self.stage < 3:
-            self._optimizer.all_grad_tensors = {}
-            # The next gradients replace what the CPU keeps of these, as after a step.
-            self._optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+        else:
+            self._optimizer.forget_gradients()
 
     def full_parameters(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole parameter on the CPU) of what is trained, one at a time: no rank holds all of it twice.
@@ -458,16 +397,16 @@ class DeepSpeedEngine:
     def state_tensors(self) -> dict[str, Tensor]:
         """This rank's part of the training state: fp32 weights, Adam moments and step counts."""
         tensors: dict[str, Tensor] = {}
-        for index, master in enumerate(self._masters()):
+        for index, master in enumerate(self._optimizer.masters()):
             tensors[f"master.{index}"] = master.detach()
-            state = self._adam.state.get(master, {})
+            state = self._optimizer.adam.state.get(master, {})
             tensors |= {f"{name}.{index}": state[name] for name in (*_MOMENTS, "step") if name in state}
         return tensors
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of `state_tensors`, on the same rank of as many. Raises IntegrityError on another model's."""
-        masters = self._masters()
+        masters, adam = self._optimizer.masters(), self._optimizer.adam
         wanted = {f"master.{index}": master.shape for index, master in enumerate(masters)}
         found = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("master.")}
         if wanted != found:
@@ -476,52 +415,27 @@ class DeepSpeedEngine:
             master.copy_(tensors[f"master.{index}"])
             for name in _MOMENTS:
                 if f"{name}.{index}" in tensors:
-                    self._adam.state[master][name] = tensors[f"{name}.{index}"].to(master)
+                    adam.state[master][name] = tensors[f"{name}.{index}"].to(master)
             if f"step.{index}" in tensors:
-                self._adam.state[master]["step"] = tensors[f"step.{index}"].to(master.device, copy=True)
-        self._spread_masters(len(masters))
+                adam.state[master]["step"] = tensors[f"step.{index}"].to(master.device, copy=True)
+        self._optimizer.spread_masters()
 
     def reshard(self, paths: Sequence[Path], prefix: str, ranks: Ranks) -> dict[str, Tensor]:
         """This rank's `state_tensors` from the files that another number of ranks wrote, under names with `prefix`."""
         segments: list[int] | None = None if self.stage else []
         if self.stage == 3:
-            segments = [int(found.ds_numel) for group in self._optimizer.fp16_groups for found in group]
+            segments = self._optimizer.parameter_sizes()
         return reshard_state(paths, prefix, self.state_tensors(), ranks.rank, ranks.world_size, segments)
 
     def close(self) -> None:
         """Free the model and its optimiser; the process goes on to the next job."""
         self.model.destroy()
-        self._adam.state.clear()
-        self._adam.param_groups.clear()
-        vars(self._optimizer).clear()
+        self._optimizer.close()
         free_model(self.model.module)
         del self.model, self._optimizer
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-    @property
-    def _adam(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._optimizer.optimizer if self.stage else self._optimizer
-        return optimizer
-
-    def _masters(self) -> list[Tensor]:
-        match self.stage:
-            case 0:
-                return [parameter for group in self._adam.param_groups for parameter in group["params"]]
-            case 1 | 2:
-                return list(self._optimizer.single_partition_of_fp32_groups)
-            case 3:
-                return list(self._optimizer.fp32_partitioned_groups_flat)
-        raise PreconditionFailed(f"there is no ZeRO stage {self.stage}")
-
-    def _spread_masters(self, count: int) -> None:
-        """Bring the model's parameters in line with the fp32 weights of all ranks."""
-        if self.stage == 3:
-            for group in range(count):
-                self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        elif self.stage:
-            self._optimizer.update_lp_params()
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

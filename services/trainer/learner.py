@@ -37,7 +37,6 @@ from services.trainer.deepspeed_engine import (
     ReferenceModel,
     model_faults_named,
     partitioned_loading,
-    whole_shape,
 )
 from services.trainer.ranks import Ranks
 from services.trainer.weights import take_weights
@@ -61,7 +60,7 @@ from spo.algorithm.objectives import (
 )
 from spo.errors import FieldViolation, InvalidInput, storage_faults_named
 from spo.model.folder import Adapter, inspect_model_folder, tensor_shapes
-from spo.model.folder_names import FolderNames
+from spo.model.folder_names import FolderNames, whole_shape
 from spo.model.logprobs import (
     DTYPES,
     PackedRow,

@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from ulid import ULID
 
-from services.trainer.deepspeed_engine import DeepSpeedEngine, put_values
+from services.trainer.deepspeed_engine import DeepSpeedEngine
+from services.trainer.deepspeed_fields import put_values
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from spo.errors import IntegrityError, InvalidInput

@@ -87,7 +87,7 @@ class FolderNames:
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises InvalidInput (code "model_not_loadable") where the way back leads to other tensors."""
         tensors = dict(tensors_of(model))
-        own = {name: _whole_shape(tensor) for name, tensor in tensors.items()}
+        own = {name: tuple(whole_shape(tensor)) for name, tensor in tensors.items()}
         transforms = _transforms(model)
         whole = _WholeShapes(model.config, own)
         try:
@@ -157,9 +157,10 @@ def saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
-def _whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Also of a parameter that ZeRO-3 has cut."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+def whole_shape(tensor: Tensor) -> torch.Size:
+    """The shape of a parameter or buffer, of one that ZeRO-3 has cut too (`ds_shape`, read in DeepSpeed 0.19.8)."""
+    shape: torch.Size = getattr(tensor, "ds_shape", tensor.shape)
+    return shape
 
 
 def _transforms(model: PreTrainedModel) -> list[WeightTransform]:

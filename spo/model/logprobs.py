@@ -47,6 +47,7 @@ from transformers.masking_utils import sdpa_mask
 
 from spo.errors import IntegrityError, InvalidInput
 from spo.model.folder import PREFIX, inspect_model_folder, open_tensors, read_tensors
+from spo.model.folder_names import whole_shape
 
 ATTENTION = "sdpa_per_sequence"
 # Model types whose packed log-probs and gradients a test holds against one sequence at a time. Others are padded:
@@ -635,5 +636,5 @@ def checkpoint_activations(model: nn.Module, *, reentrant: bool) -> bool:
 
 def is_large(model: nn.Module) -> bool:
     """Whether its activations are worth computing twice; counts parameters that ZeRO stage 3 has cut, too."""
-    sizes = (getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    sizes = (whole_shape(parameter).numel() for parameter in model.parameters())
     return sum(sizes) >= LARGE_MODEL_PARAMETERS

@@ -26,7 +26,7 @@ STREAM_METHODS = frozenset({"xadd", "xreadgroup", "xack", "xautoclaim", "xclaim"
 # Heavy package -> the places that know it; of vLLM's weight transfer a trainer has the other end.
 ENGINES = {
     "vllm": ("services/inference", "spo/weights/nccl_group.py", "spo/model/tool_calls.py"),
-    "deepspeed": ("services/trainer/deepspeed_engine.py",),
+    "deepspeed": ("services/trainer/deepspeed_engine.py", "services/trainer/deepspeed_fields.py"),
 }
 LIGHT_MODULES = (
     "spo.api",
