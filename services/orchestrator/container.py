@@ -39,14 +39,14 @@ from services.orchestrator.heartbeats import HeartbeatResponder
 from services.orchestrator.jobs import EventFiles, JobStore
 from services.orchestrator.leases import JobFiles, Leases
 from services.orchestrator.leftovers import Leftovers
-from services.orchestrator.monitor import Alarms, JobMonitor, TrainerDeaths
+from services.orchestrator.monitor import JobMonitor
 from services.orchestrator.recovery import JobManifests, JobRebuild, PlatformIdentity, RecoveryWatch
-from services.orchestrator.replicas import GroupsInHand, ReplicaAssigner, ReplicaRegistry, WeightAnnouncements
+from services.orchestrator.replicas import GroupsInHand, ReplicaAssigner, ReplicaRegistry
 from services.orchestrator.scoring import Scorer
 from services.orchestrator.serving import PoolLimits, ServedJudges, ServedModels, ServingPool, ServingQuota
 from services.orchestrator.settings import Settings
-from services.orchestrator.steps import JobActions, JobPreparation, JobQueue, JobRunner, JobTraining
-from services.orchestrator.values import ReferenceRefresh, ValueProgress
+from services.orchestrator.steps import JobPreparation, JobQueue, JobRunner, JobTraining
+from services.orchestrator.values import ValueProgress
 from spo import redis_keys
 from spo.api import JOB_ID_PATTERN
 from spo.errors import InvalidInput, NotFound, NotReady
@@ -214,17 +214,16 @@ class AppContext:
         settings = self.settings
         self.replicas = ReplicaRegistry(self.jobs, settings.replica_silence_seconds)
         self.assigner = ReplicaAssigner(self.jobs, self.replicas)
-        self.weights = WeightAnnouncements(self.jobs)
         self.in_hand = GroupsInHand(self.replicas.live)
-        self.heartbeats = HeartbeatResponder(self.jobs, self.assigner, self.weights, self.in_hand)
+        self.heartbeats = HeartbeatResponder(self.jobs, self.assigner, self.in_hand)
         traffic = ServingTraffic()
         per_replica = settings.serving_streams_per_replica
         self.autoscaling = Autoscaling(self.jobs, self.assigner, self.judges, traffic, per_replica)
         self.scale = Scale(settings, self.redis)
-        self.served_models = ServedModels(self.jobs, self.weights)
+        self.served_models = ServedModels(self.jobs)
         limits = PoolLimits(settings.serving_streams, settings.serving_seconds, settings.serving_wait_seconds)
         self.serving_pool = ServingPool(self.jobs, self.assigner, limits, traffic)
-        self.served_judges = ServedJudges(self.jobs, self.served_models, self.weights, self.serving_pool)
+        self.served_judges = ServedJudges(self.jobs, self.served_models, self.serving_pool)
         self.serving_quota = ServingQuota(
             settings.serving_streams, settings.serving_streams_per_tenant, settings.serving_tokens_per_minute
         )
@@ -233,16 +232,12 @@ class AppContext:
         settings, jobs = self.settings, self.jobs
         self.leases = Leases(jobs, settings.checkpoint_place, settings.weight_place, settings.lease_seconds, self.stop)
         self.leases.before_grant = self.watch.before_lease
-        self.alarms = Alarms(jobs, self.weights)
-        self.trainer_deaths = TrainerDeaths(jobs, settings.most_trainer_deaths)
         self.queue = JobQueue(jobs, self.replicas, settings.max_running_jobs)
-        self.actions = JobActions(jobs, self.queue)
         self.leftovers = Leftovers(jobs, self.files, self.watch)
         self.deletion = JobDeletion(jobs, self.files, self.watch.manifests.forget, self.leftovers.look)
         windows = settings.most_fruitless_windows
         self.dispatcher = PromptDispatcher(jobs, self.library, self.replay, windows, self.in_hand)
         self.value_progress = ValueProgress(self.redis)
-        self.references = ReferenceRefresh(jobs, self.library, self.weights)
         scorer = Scorer(
             self.inference,
             self.judges,
@@ -251,15 +246,15 @@ class AppContext:
             settings.evaluation_attempts,
         )
         limits = EvaluationLimits(settings.evaluation_attempts, settings.evaluations_kept)
-        self.evaluations = EvaluationQueue(jobs, self.library, self.weights, scorer, self.assigner, limits)
+        self.evaluations = EvaluationQueue(jobs, self.library, scorer, self.assigner, limits)
         self.model_check = ModelCheck(self.replicas, settings.max_dead_letter_share, self.files.models.expected)
         self.spec_check = SpecCheck(self.library, self.model_check, AddressRules.of(settings.verifier_http_hosts))
-        self.forks = Forks(jobs, self.spec_check, self.weights, self.references, self.files)
+        self.forks = Forks(jobs, self.spec_check, self.files)
         self.plan_warnings = PlanWarnings(self.replicas, lambda: self.redis.info("memory")["maxmemory"])
         self.monitor = JobMonitor(jobs, self.leases, self.assigner, settings.stall_seconds)
         self.monitor.evaluations = self.evaluations.standing
         preparation = JobPreparation(jobs, self.library, self.model_check, self.judges)
-        training = JobTraining(jobs, self.leases, self.evaluations, self.references, settings)
+        training = JobTraining(jobs, self.leases, self.evaluations, self.library, settings)
         self.runner = JobRunner(jobs, self.queue, preparation, training, self.monitor, self.assigner)
 
     def _go_on_learning(self) -> None:
@@ -269,7 +264,7 @@ class AppContext:
             self.experience, self.jobs, self.served_models, self.captures, self.judges, self.library
         )
         self.continual_loop = ContinualLoop(
-            self.continual, self.served_models, self.round_jobs, self.evaluations, self.weights, learned_from
+            self.continual, self.served_models, self.round_jobs, self.evaluations, learned_from
         )
 
     def require_usable(

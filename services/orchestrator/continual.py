@@ -31,7 +31,7 @@ from services.orchestrator.evaluation import OPEN, EvaluationQueue, RequestedEva
 from services.orchestrator.forks import ForkOptions, Forks, merge_patch
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import training_series
-from services.orchestrator.replicas import WeightAnnouncements
+from services.orchestrator.replicas import published_versions
 from services.orchestrator.serving import NAME_PATTERN, Change, ServedModels, Target
 from services.orchestrator.values import require_stored
 from spo.errors import (
@@ -522,14 +522,12 @@ class ContinualLoop:
         served: ServedModels,
         round_jobs: RoundJobs,
         evaluations: EvaluationQueue,
-        weights: WeightAnnouncements,
         experience: RoundExperience,
     ) -> None:
         self.store = store
         self.served = served
         self.round_jobs = round_jobs
         self.evaluations = evaluations
-        self.weights = weights
         self.experience = experience
         self.jobs: JobStore = store.jobs
 
@@ -687,7 +685,7 @@ class ContinualLoop:
 
     def _newest(self, job_id: str) -> int:
         """The newest weight version of a job, 0 before the first."""
-        return max((int(told["version"]) for told in self.weights.versions(job_id)), default=0)
+        return max((int(told["version"]) for told in published_versions(self.jobs, job_id)), default=0)
 
     def _end(self, job: ContinualJob, current: Round, state: RoundState, reason: str) -> None:
         ended = replace(current, state=state, reason=reason[:2000], ended_at=timestamp())

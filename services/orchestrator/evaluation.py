@@ -30,7 +30,7 @@ from services.orchestrator.datasets import TaskLibrary
 from services.orchestrator.job_records import write_fields
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import EvaluationFailure, failures_of
-from services.orchestrator.replicas import SERVED, ReplicaAssigner, WeightAnnouncements
+from services.orchestrator.replicas import SERVED, ReplicaAssigner, published_versions
 from services.orchestrator.scoring import EvaluationTask, Scorer, Stopped, is_passing, summary, upload_tests
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, ResourceExhausted, SpoError, storage_error
 from spo.observability import get_logger
@@ -246,9 +246,8 @@ Pending = ScheduledEvaluation | RequestedEvaluation
 class EvaluationSchedule:
     """Results and failures by step; a step is given up on after `attempts` failures, and `kept` results stay."""
 
-    def __init__(self, jobs: JobStore, weights: WeightAnnouncements, attempts: int, kept: int) -> None:
+    def __init__(self, jobs: JobStore, attempts: int, kept: int) -> None:
         self.jobs = jobs
-        self.weights = weights
         self.attempts = attempts
         self.kept = kept
 
@@ -261,7 +260,7 @@ class EvaluationSchedule:
         record = self.jobs.record(job_id)
         if 0 not in settled:
             return ScheduledEvaluation(job_id, 0, record.start_version)
-        versions = self.weights.versions(job_id)
+        versions = published_versions(self.jobs, job_id)
         newest = versions[-1] if versions else {"step": 0, "version": 0}
         due = ScheduledEvaluation(job_id, int(newest["step"]), int(newest["version"]))
         if due.step in settled:
@@ -329,18 +328,16 @@ class EvaluationQueue:
         self,
         jobs: JobStore,
         library: TaskLibrary,
-        weights: WeightAnnouncements,
         scorer: Scorer,
         assigner: ReplicaAssigner,
         limits: EvaluationLimits,
     ) -> None:
         self.jobs = jobs
         self.library = library
-        self.weights = weights
         self.scorer = scorer
         self.assigner = assigner
         self.limits = limits
-        self.schedule = EvaluationSchedule(jobs, weights, limits.attempts, limits.kept)
+        self.schedule = EvaluationSchedule(jobs, limits.attempts, limits.kept)
         self.requests = EvaluationRequests(jobs, limits.kept)
         self._backoff = Backoff()
         self._model = ("", 0.0)
@@ -370,7 +367,7 @@ class EvaluationQueue:
         if key and (known := self.requests.with_key(job_id, version, key)):
             return known
         spec = self.jobs.spec(job_id)
-        published = [int(announced["version"]) for announced in self.weights.versions(job_id)]
+        published = [int(announced["version"]) for announced in published_versions(self.jobs, job_id)]
         violations = []
         if version not in (0, *published):
             violations.append(FieldViolation("/version", f"job {job_id} has published {published or 'no version'}"))

@@ -19,8 +19,8 @@ from services.orchestrator.commit import NotLeading, Write, now_ms, timestamp
 from services.orchestrator.job_records import ForkLineage, NewJob, new_job_id, submitted_before, write_fields
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import CheckpointRecord, JobFiles, kept_checkpoints, record_writes
-from services.orchestrator.replicas import WeightAnnouncements
-from services.orchestrator.values import ReferenceRefresh
+from services.orchestrator.replicas import published_versions
+from services.orchestrator.values import reference_in_force
 from spo import redis_keys
 from spo.errors import (
     FieldViolation,
@@ -62,14 +62,10 @@ class Forks:
         self,
         jobs: JobStore,
         spec_check: SpecCheck,
-        weights: WeightAnnouncements,
-        references: ReferenceRefresh,
         files: JobFiles,
     ) -> None:
         self.jobs = jobs
         self.spec_check = spec_check
-        self.weights = weights
-        self.references = references
         self.files = files
 
     def fork(
@@ -124,7 +120,7 @@ class Forks:
         return submitted_before(self.jobs.client, idempotency_key, _request_digest(parent, requested), tenant)
 
     def _lineage(self, parent: str, requested: ForkOptions) -> ForkLineage:
-        versions = {int(published["version"]): published for published in self.weights.versions(parent)}
+        versions = {int(published["version"]): published for published in published_versions(self.jobs, parent)}
         version, step = requested.version, requested.checkpoint_step
         if requested.as_reference and not (self.files.shared or self.files.models.in_bucket):
             # The model would lie in the state folder, which trainers and replicas do not see.
@@ -144,8 +140,8 @@ class Forks:
             version, step = next((v for v, published in versions.items() if int(published["step"]) == step), None), None
             if version is None:
                 raise _refusal("/checkpoint_step", "no weights were published at this step, which the reference needs")
-        if not requested.as_reference and self.references.in_force(parent):
-            message = f"the reference of {parent} is a later one, version {self.references.in_force(parent)}"
+        if not requested.as_reference and reference_in_force(self.jobs, parent):
+            message = f"the reference of {parent} is a later one, version {reference_in_force(self.jobs, parent)}"
             raise _refusal("/as_reference", f"{message}; a fork with as_reference has its own")
         return ForkLineage(parent, version, step, requested.as_reference, timestamp())
 
@@ -222,7 +218,7 @@ class Forks:
 
     def _published(self, parent: str, version: int) -> StoredVersion:
         """The stored version that was published. Raises NotFound, IntegrityError when it is damaged or another's."""
-        digests = {int(found["version"]): found["manifest_digest"] for found in self.weights.versions(parent)}
+        digests = {int(found["version"]): found["manifest_digest"] for found in published_versions(self.jobs, parent)}
         stored = self.files.weights.open(parent, version)
         if digests.get(version, stored.manifest_digest) != stored.manifest_digest:
             raise IntegrityError(f"version {version} of {parent} is not the one that was published")

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.replicas import HEARTBEAT_SECONDS, GroupsInHand, ReplicaAssigner, WeightAnnouncements
+from services.orchestrator.replicas import HEARTBEAT_SECONDS, GroupsInHand, ReplicaAssigner, announced_version
 from spo.v1 import orchestrator_service_pb2 as wire
 
 # Replicas learn of new weights from the run's stream, so an answer may be this old.
@@ -29,13 +29,10 @@ class _Snapshot:
 class HeartbeatResponder:
     """Answers from one snapshot all replicas whose assignment is unchanged; only a change is read from Redis anew."""
 
-    def __init__(
-        self, jobs: JobStore, assigner: ReplicaAssigner, weights: WeightAnnouncements, in_hand: GroupsInHand
-    ) -> None:
+    def __init__(self, jobs: JobStore, assigner: ReplicaAssigner, in_hand: GroupsInHand) -> None:
         self.in_hand = in_hand
         self.jobs = jobs
         self.assigner = assigner
-        self.weights = weights
         self._lock = threading.Lock()
         self._snapshot = _Snapshot()
 
@@ -74,7 +71,7 @@ class HeartbeatResponder:
             response.run_id = run_id
             response.groups_in_hand = self.in_hand.of(run_id)
             response.model_path = self.jobs.spec(run_id).model.path
-            announced = self.weights.announced(run_id)
+            announced = announced_version(self.jobs, run_id)
             if announced is not None:
                 response.weights.CopyFrom(announced)
         return response.SerializeToString()

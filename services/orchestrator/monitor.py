@@ -24,7 +24,13 @@ from services.orchestrator.commit import Commit, Fence, Precondition, Write, now
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases, failures_of, latest_point, latest_step
 from services.orchestrator.pipeline import entries_in_pipeline, troubles_in_pipeline
-from services.orchestrator.replicas import REFERENCE_VERSION, ReplicaAssigner, WeightAnnouncements
+from services.orchestrator.replicas import (
+    REFERENCE_VERSION,
+    ReplicaAssigner,
+    announce_version,
+    announced_version,
+    published_versions,
+)
 from spo import redis_keys
 from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
 from spo.errors import InvalidInput
@@ -119,76 +125,77 @@ _STANDS = {
 }
 
 
-class Alarms:
-    """Notes each alarm and quarantine once, however often its report arrives."""
+def note_alarms(jobs: JobStore, request: RenewLeaseRequest) -> bool:
+    """Record each alarm and quarantine that the reports of a lease holder hold, once however often a report arrives.
 
-    def __init__(self, jobs: JobStore, weights: WeightAnnouncements) -> None:
-        self.jobs = jobs
-        self.weights = weights
+    Returns whether that paused the job.
+    """
+    paused = False
+    for report in request.reports:
+        if report.quarantine_reason:
+            _quarantined(jobs, request, report)
+        if report.alarms:
+            paused |= _sound(jobs, request, report)
+    return paused
 
-    def note(self, request: RenewLeaseRequest) -> bool:
-        """Tell of what the reports of a lease holder hold; True when that paused the job."""
-        paused = False
-        for report in request.reports:
-            if report.quarantine_reason:
-                self._quarantined(request, report)
-            if report.alarms:
-                paused |= self._sound(request, report)
-        return paused
 
-    def _quarantined(self, request: RenewLeaseRequest, report: StepReport) -> None:
-        body = {
-            "step": report.step,
-            "reason": report.quarantine_reason,
-            "trajectory_ids": list(report.quarantined_ids),
-        }
-        self._once(request, f"{report.step}:quarantine", "quarantine", body)
+def _quarantined(jobs: JobStore, request: RenewLeaseRequest, report: StepReport) -> None:
+    body = {
+        "step": report.step,
+        "reason": report.quarantine_reason,
+        "trajectory_ids": list(report.quarantined_ids),
+    }
+    _once(jobs, request, f"{report.step}:quarantine", "quarantine", body)
 
-    def _sound(self, request: RenewLeaseRequest, report: StepReport) -> bool:
-        policy = self.jobs.spec(request.run_id).collapse_guard.policy
-        for name, reason in sorted(report.alarms.items()):
-            body = {"step": report.step, "alarm": name, "reason": reason, "policy": policy}
-            self._once(request, f"{report.step}:{name}", "alarm", body)
-        collapses = set(report.alarms) - {SAMPLER_MISMATCH}
-        return policy == "pause" and bool(collapses) and self._pause(request, report)
 
-    def _once(self, request: RenewLeaseRequest, what: str, kind: str, body: dict[str, object]) -> None:
-        mark = self._mark(request, what)
-        self.jobs.once(request.run_id, mark, kind, body, [("HSET", mark.key, mark.field, json.dumps(body))])
+def _sound(jobs: JobStore, request: RenewLeaseRequest, report: StepReport) -> bool:
+    policy = jobs.spec(request.run_id).collapse_guard.policy
+    for name, reason in sorted(report.alarms.items()):
+        body = {"step": report.step, "alarm": name, "reason": reason, "policy": policy}
+        _once(jobs, request, f"{report.step}:{name}", "alarm", body)
+    collapses = set(report.alarms) - {SAMPLER_MISMATCH}
+    return policy == "pause" and bool(collapses) and _pause(jobs, request, report)
 
-    def _mark(self, request: RenewLeaseRequest, what: str) -> Precondition:
-        # With the epoch: a trainer that resumed from an earlier step may come to the same alarm again.
-        return Precondition(own_keys.job_alarms(request.run_id), f"{request.epoch}:{what}")
 
-    def _pause(self, request: RenewLeaseRequest, report: StepReport) -> bool:
-        """Pause at the last good weights: the newest published before the window in which the alarm arose."""
-        job_id, mark = request.run_id, self._mark(request, f"{report.step}:pause")
-        if self.jobs.state(job_id) is not JobState.RUNNING or self.jobs.client.hexists(mark.key, mark.field):
-            return False
-        window = self.jobs.spec(job_id).collapse_guard.window
-        sound = [known["version"] for known in self.weights.versions(job_id) if known["step"] <= report.step - window]
-        good = int(sound[-1]) if sound else REFERENCE_VERSION
-        announced = self.weights.announced(job_id)
-        if announced is not None and announced.version != good:
-            # Before the transition: should this process die in between, it is announced again, and nothing is lost.
-            self.weights.announce(job_id, good, "rolled_back", actor="collapse guard")
-        reasons = "; ".join(reason for _, reason in sorted(report.alarms.items()))
-        reason = f"collapse guard at step {report.step}: {reasons}; inference is at weight version {good}"
-        outcome = self.jobs.commit(
-            Commit(
-                job_id,
-                (JobState.RUNNING,),
-                JobState.PAUSING,
-                guard=mark,
-                writes=[("HSET", mark.key, mark.field, good)],
-                kind="state",
-                body=json.dumps({"reason": reason}),
-                actor="collapse guard",
-            )
+def _once(jobs: JobStore, request: RenewLeaseRequest, what: str, kind: str, body: dict[str, object]) -> None:
+    mark = _mark(request, what)
+    jobs.once(request.run_id, mark, kind, body, [("HSET", mark.key, mark.field, json.dumps(body))])
+
+
+def _mark(request: RenewLeaseRequest, what: str) -> Precondition:
+    # With the epoch: a trainer that resumed from an earlier step may come to the same alarm again.
+    return Precondition(own_keys.job_alarms(request.run_id), f"{request.epoch}:{what}")
+
+
+def _pause(jobs: JobStore, request: RenewLeaseRequest, report: StepReport) -> bool:
+    """Pause at the last good weights: the newest published before the window in which the alarm arose."""
+    job_id, mark = request.run_id, _mark(request, f"{report.step}:pause")
+    if jobs.state(job_id) is not JobState.RUNNING or jobs.client.hexists(mark.key, mark.field):
+        return False
+    window = jobs.spec(job_id).collapse_guard.window
+    sound = [known["version"] for known in published_versions(jobs, job_id) if known["step"] <= report.step - window]
+    good = int(sound[-1]) if sound else REFERENCE_VERSION
+    announced = announced_version(jobs, job_id)
+    if announced is not None and announced.version != good:
+        # Before the transition: should this process die in between, it is announced again, and nothing is lost.
+        announce_version(jobs, job_id, good, "rolled_back", actor="collapse guard")
+    reasons = "; ".join(reason for _, reason in sorted(report.alarms.items()))
+    reason = f"collapse guard at step {report.step}: {reasons}; inference is at weight version {good}"
+    outcome = jobs.commit(
+        Commit(
+            job_id,
+            (JobState.RUNNING,),
+            JobState.PAUSING,
+            guard=mark,
+            writes=[("HSET", mark.key, mark.field, good)],
+            kind="state",
+            body=json.dumps({"reason": reason}),
+            actor="collapse guard",
         )
-        if outcome.done:
-            log.warning("the collapse guard pauses a job", job=job_id, reason=reason)
-        return outcome.done
+    )
+    if outcome.done:
+        log.warning("the collapse guard pauses a job", job=job_id, reason=reason)
+    return outcome.done
 
 
 @dataclass(frozen=True)
@@ -206,51 +213,47 @@ class DeathCount:
         return DeathCount(before.deaths + 1, death.step, before.out_of_memory + of_memory)
 
 
-class TrainerDeaths:
-    """Tells of deaths once each, and fails the job after the most that are allowed."""
+def note_death(jobs: JobStore, request: RenewLeaseRequest, most: int) -> None:
+    """Count the death that the holder of a lease reports, once; the job fails with the `most`th without a step.
 
-    def __init__(self, jobs: JobStore, most: int) -> None:
-        self.jobs = jobs
-        self.most = most
-
-    def note(self, request: RenewLeaseRequest) -> None:
-        """Count and tell the death that the holder of a lease tells of. Raises LeaseLost for a stale holder."""
-        job_id, death = request.run_id, request.death
-        key = own_keys.job_trainer_deaths(job_id)
-        stored = self.jobs.client.hgetall(key)
-        told = stored.get(b"epoch", b"").decode()
-        if told and int(told) >= death.epoch:
-            return
-        advice = advice_on(self.jobs.spec(job_id), death)
-        # What the kernel kills leaves no word; where the plan says that there is too little, that was it.
-        of_memory = death.out_of_memory or (not death.cause and advice is not None and not advice.fits)
-        count = count_of(stored).after(death, of_memory=of_memory)
-        message = in_words(death, advice if of_memory else None)
-        fields = {"epoch": death.epoch, **asdict(count), "message": message}
-        body = {
-            **asdict(count),
-            "most": self.most,
-            "stage": death.stage,
-            "cause": death.cause or UNSAID,
-            "message": message,
-        }
-        if advice is not None:
-            body |= {"needed_bytes": advice.needed_bytes, "usable_bytes": advice.usable_bytes, "helps": advice.changes}
-        outcome = self.jobs.fenced(
-            Commit(
-                job_id,
-                fence=Fence(request.trainer_id, request.epoch),
-                guard=Precondition(key, "epoch", told),
-                writes=[("HSET", key, *(word for field in fields.items() for word in field))],
-                kind="trainer_died",
-                body=json.dumps(body),
-            )
+    Raises LeaseLost for a stale holder.
+    """
+    job_id, death = request.run_id, request.death
+    key = own_keys.job_trainer_deaths(job_id)
+    stored = jobs.client.hgetall(key)
+    told = stored.get(b"epoch", b"").decode()
+    if told and int(told) >= death.epoch:
+        return
+    advice = advice_on(jobs.spec(job_id), death)
+    # What the kernel kills leaves no word; where the plan says that there is too little, that was it.
+    of_memory = death.out_of_memory or (not death.cause and advice is not None and not advice.fits)
+    count = count_of(stored).after(death, of_memory=of_memory)
+    message = in_words(death, advice if of_memory else None)
+    fields = {"epoch": death.epoch, **asdict(count), "message": message}
+    body = {
+        **asdict(count),
+        "most": most,
+        "stage": death.stage,
+        "cause": death.cause or UNSAID,
+        "message": message,
+    }
+    if advice is not None:
+        body |= {"needed_bytes": advice.needed_bytes, "usable_bytes": advice.usable_bytes, "helps": advice.changes}
+    outcome = jobs.fenced(
+        Commit(
+            job_id,
+            fence=Fence(request.trainer_id, request.epoch),
+            guard=Precondition(key, "epoch", told),
+            writes=[("HSET", key, *(word for field in fields.items() for word in field))],
+            kind="trainer_died",
+            body=json.dumps(body),
         )
-        if outcome.done:
-            log.warning("a trainer died", job=job_id, deaths=count.deaths, most=self.most, reason=message)
-        if count.deaths >= self.most:
-            reason = f"{count.deaths} times without a step in between: {message}"
-            self.jobs.fail(job_id, "trainer_out_of_memory" if count.out_of_memory else "trainer_dies", reason)
+    )
+    if outcome.done:
+        log.warning("a trainer died", job=job_id, deaths=count.deaths, most=most, reason=message)
+    if count.deaths >= most:
+        reason = f"{count.deaths} times without a step in between: {message}"
+        jobs.fail(job_id, "trainer_out_of_memory" if count.out_of_memory else "trainer_dies", reason)
 
 
 def count_of(stored: Mapping[bytes, bytes]) -> DeathCount:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import grpc
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.replicas import serving
+from services.orchestrator.monitor import note_alarms, note_death
+from services.orchestrator.replicas import publish_version, serving
+from services.orchestrator.values import reference_in_force, reference_values
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.rpc.server import LongPolls
 from spo.v1 import orchestrator_service_pb2 as wire
@@ -41,26 +43,28 @@ class OrchestratorService(OrchestratorServiceServicer):
     def RenewLease(self, request: wire.RenewLeaseRequest, context: grpc.ServicerContext) -> wire.RenewLeaseResponse:
         self._leads()
         if request.HasField("death"):
-            self.context.trainer_deaths.note(request)
+            note_death(self.context.jobs, request, self.context.settings.most_trainer_deaths)
         directive = self.context.leases.renew(request)
         # In the same answer: the trainer that told of an alarm must learn what became of it.
-        paused = self.context.alarms.note(request)
+        paused = note_alarms(self.context.jobs, request)
         return wire.RenewLeaseResponse(
             directive=wire.DIRECTIVE_PAUSE if paused else directive,
-            reference_version=self.context.references.in_force(request.run_id),
+            reference_version=reference_in_force(self.context.jobs, request.run_id),
         )
 
     def GetReferenceValues(
         self, request: wire.GetReferenceValuesRequest, context: grpc.ServicerContext
     ) -> wire.GetReferenceValuesResponse:
         self._leads()
-        return wire.GetReferenceValuesResponse(qhat_0=self.context.references.values(request.run_id, request.version))
+        return wire.GetReferenceValuesResponse(
+            qhat_0=reference_values(self.context.jobs, request.run_id, request.version)
+        )
 
     def PublishWeights(
         self, request: wire.PublishWeightsRequest, context: grpc.ServicerContext
     ) -> wire.PublishWeightsResponse:
         self._leads()
-        announced = self.context.weights.publish(request)
+        announced = publish_version(self.context.jobs, request)
         return wire.PublishWeightsResponse(
             announced=announced, replicas=len(serving(self.context.replicas.live(), request.run_id))
         )

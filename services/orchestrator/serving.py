@@ -28,7 +28,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.autoscaling import ServingTraffic
 from services.orchestrator.commit import Write, timestamp
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.replicas import LiveReplica, ReplicaAssigner, WeightAnnouncements
+from services.orchestrator.replicas import LiveReplica, ReplicaAssigner, announced_version, published_versions
 from spo.errors import (
     Conflict,
     FieldViolation,
@@ -339,9 +339,8 @@ class ServedModel:
 class ServedModels:
     """The names of all tenants in Redis. Safe from several threads: only the leading orchestrator writes."""
 
-    def __init__(self, jobs: JobStore, weights: WeightAnnouncements) -> None:
+    def __init__(self, jobs: JobStore) -> None:
         self.jobs = jobs
-        self.weights = weights
         self._lock = threading.Lock()
 
     def publish(self, tenant: str, name: str, target: Target, change: Change) -> ServedModel:
@@ -432,7 +431,7 @@ class ServedModels:
         if tenant not in ("", self.jobs.tenant(target.job_id)):
             raise NotFound(f"there is no job {target.job_id}", code="job_not_found")
         if target.version:
-            known = {int(each["version"]) for each in self.weights.versions(target.job_id)}
+            known = {int(each["version"]) for each in published_versions(self.jobs, target.job_id)}
             if target.version not in known:
                 message = f"job {target.job_id} has no weight version {target.version}"
                 raise NotFound(message, code="weight_version_not_found")
@@ -512,10 +511,9 @@ def _model_of(raw: bytes) -> ServedModel:
 class ServedJudges:
     """What names of judges mean, and what those judges say."""
 
-    def __init__(self, jobs: JobStore, served: ServedModels, weights: WeightAnnouncements, pool: ServingPool) -> None:
+    def __init__(self, jobs: JobStore, served: ServedModels, pool: ServingPool) -> None:
         self.jobs = jobs
         self.served = served
-        self.weights = weights
         self.pool = pool
 
     def pinned(self, tasks: TasksSpec, tenant: str) -> TasksSpec:
@@ -587,7 +585,7 @@ class ServedJudges:
     def _version(self, target: Target) -> int:
         if target.version is not None:
             return target.version
-        announced = self.weights.announced(target.job_id)
+        announced = announced_version(self.jobs, target.job_id)
         return announced.version if announced else 0
 
 

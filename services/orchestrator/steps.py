@@ -27,12 +27,12 @@ from services.orchestrator.job_steps import JobSteps
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases, latest_step, recorded_checkpoints
 from services.orchestrator.monitor import JobMonitor
-from services.orchestrator.pipeline import DeadLetterWatch
+from services.orchestrator.pipeline import check_groups, given_up
 from services.orchestrator.replicas import ReplicaAssigner, ReplicaRegistry
 from services.orchestrator.scoring import upload_tests
 from services.orchestrator.settings import Settings
 from services.orchestrator.values import (
-    ReferenceRefresh,
+    advance_reference,
     await_stored,
     needs_estimates,
     prompts_before_training,
@@ -115,30 +115,6 @@ class JobQueue:
             # Not there at all, it would take its turn for ever.
             self.jobs.forget_ghost(job_id)
 
-    def ask_to_resume(self, job_id: str, actor: str) -> bool:
-        """Let a paused job wait for a slot; asked again, it keeps its turn. False when it is not paused any more."""
-        created_unix_ms = self.jobs.record(job_id).created_unix_ms
-        outcome = self.jobs.commit(
-            Commit(
-                job_id,
-                (JobState.PAUSED,),
-                guard=while_field_is(job_id, "resume_asked"),
-                writes=[
-                    write_fields(job_id, resume_asked=True),
-                    ("ZADD", own_keys.resuming(), created_unix_ms, job_id),
-                ],
-                kind="resume_asked",
-                actor=actor,
-            )
-        )
-        return outcome.verdict != "state"
-
-    def withdraw(self, job_id: str) -> None:
-        """Let a paused job that waits for a slot stay paused after all."""
-        guard = while_field_is(job_id, "resume_asked", 1)
-        commit = Commit(job_id, guard=guard, writes=_leave_queue(job_id), kind="resume_withdrawn")
-        self.jobs.commit(commit, durable=False)
-
     def reasons(self, job_id: str, state: JobState) -> list[str]:
         """Why a job in this state waits, where it waits for a slot."""
         waits = state is JobState.QUEUED or (state is JobState.PAUSED and self.jobs.record(job_id).resume_asked)
@@ -153,45 +129,69 @@ def _leave_queue(job_id: str) -> list[Write]:
     return [clear_fields(job_id, "resume_asked"), ("ZREM", own_keys.resuming(), job_id)]
 
 
-class JobActions:
-    """Each action is one change of the job, and asking again changes nothing."""
+def act_on(jobs: JobStore, job_id: str, action: JobAction, actor: str = "api") -> JobState:
+    """Do what a person asks, as one change of the job; asked again it changes nothing. Returns the state after it.
 
-    def __init__(self, jobs: JobStore, queue: JobQueue) -> None:
-        self.jobs = jobs
-        self.queue = queue
-
-    def act(self, job_id: str, action: JobAction, actor: str = "api") -> JobState:
-        """Do what a person asks; returns the state after it. Raises NotFound, Conflict (illegal_transition)."""
-        while True:
-            state = self.jobs.state(job_id)
-            if state in action.already:
-                if action.name == "pause":
-                    self.queue.withdraw(job_id)
+    Raises NotFound, Conflict (illegal_transition).
+    """
+    while True:
+        state = jobs.state(job_id)
+        if state in action.already:
+            if action.name == "pause":
+                _stay_paused(jobs, job_id)
+            return state
+        if state not in action.moves:
+            raise refuse(action.name, state)
+        if state in action.queues:
+            if ask_to_resume(jobs, job_id, actor):
                 return state
-            if state not in action.moves:
-                raise refuse(action.name, state)
-            if state in action.queues:
-                if self.queue.ask_to_resume(job_id, actor):
-                    return state
-                continue
-            to = action.moves[state]
-            if self.jobs.transition(job_id, to, f"{action.name} asked for", expected=(state,), actor=actor):
-                return to
+            continue
+        to = action.moves[state]
+        if jobs.transition(job_id, to, f"{action.name} asked for", expected=(state,), actor=actor):
+            return to
 
-    def rename(self, job_id: str, name: str, actor: str = "api") -> None:
-        """Give a job another name in lists and on pages; its spec keeps the one it came with. Raises NotFound."""
-        if self.jobs.record(job_id).name == name:
-            return
-        # What people write into requests is in no event.
-        commit = Commit(job_id, writes=[write_fields(job_id, name=name)], kind="renamed", actor=actor)
-        if not self.jobs.commit(commit).done:
-            raise self.jobs.absent(job_id)
 
-    def ask_for_checkpoint(self, job_id: str) -> None:
-        """Let the trainer of a running job write a checkpoint now. Raises NotFound, Conflict (illegal_transition)."""
-        commit = Commit(job_id, (JobState.RUNNING,), writes=[write_fields(job_id, checkpoint_asked=True)])
-        if not self.jobs.commit(commit).done:
-            raise refuse("checkpoint", self.jobs.state(job_id))
+def ask_to_resume(jobs: JobStore, job_id: str, actor: str) -> bool:
+    """Let a paused job wait for a slot; asked again, it keeps its turn. False when it is not paused any more."""
+    created_unix_ms = jobs.record(job_id).created_unix_ms
+    outcome = jobs.commit(
+        Commit(
+            job_id,
+            (JobState.PAUSED,),
+            guard=while_field_is(job_id, "resume_asked"),
+            writes=[
+                write_fields(job_id, resume_asked=True),
+                ("ZADD", own_keys.resuming(), created_unix_ms, job_id),
+            ],
+            kind="resume_asked",
+            actor=actor,
+        )
+    )
+    return outcome.verdict != "state"
+
+
+def _stay_paused(jobs: JobStore, job_id: str) -> None:
+    """Let a paused job that waits for a slot stay paused after all."""
+    guard = while_field_is(job_id, "resume_asked", 1)
+    commit = Commit(job_id, guard=guard, writes=_leave_queue(job_id), kind="resume_withdrawn")
+    jobs.commit(commit, durable=False)
+
+
+def rename_job(jobs: JobStore, job_id: str, name: str, actor: str = "api") -> None:
+    """Give a job another name in lists and on pages; its spec keeps the one it came with. Raises NotFound."""
+    if jobs.record(job_id).name == name:
+        return
+    # What people write into requests is in no event.
+    commit = Commit(job_id, writes=[write_fields(job_id, name=name)], kind="renamed", actor=actor)
+    if not jobs.commit(commit).done:
+        raise jobs.absent(job_id)
+
+
+def ask_for_checkpoint(jobs: JobStore, job_id: str) -> None:
+    """Let the trainer of a running job write a checkpoint now. Raises NotFound, Conflict (illegal_transition)."""
+    commit = Commit(job_id, (JobState.RUNNING,), writes=[write_fields(job_id, checkpoint_asked=True)])
+    if not jobs.commit(commit).done:
+        raise refuse("checkpoint", jobs.state(job_id))
 
 
 class JobPreparation:
@@ -202,7 +202,6 @@ class JobPreparation:
         self.library = library
         self.model_check = model_check
         self.judges = judges
-        self.dead_letters = DeadLetterWatch(jobs, model_check.max_share)
         self._reported: dict[tuple[str, str], tuple[int, float]] = {}
 
     def validate(self, job_id: str) -> None:
@@ -299,7 +298,8 @@ class JobPreparation:
 
     def _given_up(self, job_id: str, stream: str, done: int, total: int) -> int:
         """Prompts that value-estimation gave up on. Raises PreconditionFailed when there are too many."""
-        return self.dead_letters.given_up(job_id, stream, total) if done < total else 0
+        most = self.model_check.max_share
+        return given_up(self.jobs, job_id, stream, total, most) if done < total else 0
 
     def _report(self, job_id: str, stage: str, done: int, total: int) -> None:
         reported, at = self._reported.get((job_id, stage), (-1, 0.0))
@@ -316,15 +316,14 @@ class JobTraining:
         jobs: JobStore,
         leases: Leases,
         evaluations: EvaluationQueue,
-        references: ReferenceRefresh,
+        library: TaskLibrary,
         settings: Settings,
     ) -> None:
         self.jobs = jobs
         self.leases = leases
         self.evaluations = evaluations
-        self.references = references
+        self.library = library
         self.settings = settings
-        self.dead_letters = DeadLetterWatch(jobs, settings.max_dead_letter_share)
         self._checked_at: dict[str, float] = {}
         self._pausing_since: dict[str, float] = {}
 
@@ -338,14 +337,14 @@ class JobTraining:
         record = self.jobs.record(job_id)
         if not record.estimates_pending:
             # A later reference takes its prompts from those that have a value: all of them, then.
-            self.references.advance(job_id)
+            advance_reference(self.jobs, self.library, job_id)
         trained_steps = record.trained_steps
         if trained_steps is not None and self.evaluations.schedule.due(job_id) is None:
             reason = f"{trained_steps} steps trained and evaluated"
-            given_up = self.evaluations.schedule.given_up(job_id)
-            if given_up:
-                steps = ", ".join(str(failure.step) for failure in given_up)
-                reason = f"{trained_steps} steps trained; the evaluation of step {steps} failed: {given_up[-1].message}"
+            failed = self.evaluations.schedule.given_up(job_id)
+            if failed:
+                steps = ", ".join(str(failure.step) for failure in failed)
+                reason = f"{trained_steps} steps trained; the evaluation of step {steps} failed: {failed[-1].message}"
             self.jobs.transition(job_id, JobState.SUCCEEDED, reason, writes=[_drop_prompts(job_id)])
 
     def pause(self, job_id: str) -> None:
@@ -375,7 +374,7 @@ class JobTraining:
             return
         self._checked_at[job_id] = time.monotonic()
         dispatched = int(self.jobs.client.hget(redis_keys.dispatch_cursor(job_id), "position") or 0)
-        self.dead_letters.check_groups(job_id, dispatched)
+        check_groups(self.jobs, job_id, dispatched, self.settings.max_dead_letter_share)
 
     def _is_saved(self, job_id: str) -> bool:
         saved = recorded_checkpoints(self.jobs.client, job_id)

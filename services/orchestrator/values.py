@@ -21,7 +21,7 @@ from services.orchestrator.commit import Commit, Write
 from services.orchestrator.datasets import TaskLibrary, prompt_of
 from services.orchestrator.job_records import RecordFields, clear_fields, while_field_is, write_fields
 from services.orchestrator.jobs import JobStore, seed_of
-from services.orchestrator.replicas import WeightAnnouncements
+from services.orchestrator.replicas import published_versions
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.experience.store import ExperienceStore
@@ -282,74 +282,76 @@ def _request(job_id: str, spec: JobSpec, problem: Problem) -> EstimateRequest:
     return request
 
 
-class ReferenceRefresh:
-    """One refresh at a time per job; every step may be repeated after a crash."""
+def reference_in_force(jobs: JobStore, job_id: str) -> int:
+    """The weight version that is the reference; 0 is the job's model folder."""
+    return jobs.record(job_id).reference_version
 
-    def __init__(self, jobs: JobStore, library: TaskLibrary, weights: WeightAnnouncements) -> None:
-        self.jobs = jobs
-        self.library = library
-        self.weights = weights
 
-    def in_force(self, job_id: str) -> int:
-        """The weight version that is the reference; 0 is the job's model folder."""
-        return self.jobs.record(job_id).reference_version
+def reference_values(jobs: JobStore, job_id: str, version: int) -> dict[str, float]:
+    """Qhat_0 of each prompt under a version, reward units; prompts that the job drops are left out."""
+    spec = jobs.spec(job_id)
+    stored = jobs.client.hvals(redis_keys.run_values_under(job_id, version))
+    found = ((value.prompt_id, qhat_0(value, spec)) for value in map(PromptValue.FromString, stored))
+    return {prompt_id: estimate.q for prompt_id, estimate in found if estimate}
 
-    def values(self, job_id: str, version: int) -> dict[str, float]:
-        """Qhat_0 of each prompt under a version, reward units; prompts that the job drops are left out."""
-        spec = self.jobs.spec(job_id)
-        stored = self.jobs.client.hvals(redis_keys.run_values_under(job_id, version))
-        found = ((value.prompt_id, qhat_0(value, spec)) for value in map(PromptValue.FromString, stored))
-        return {prompt_id: estimate.q for prompt_id, estimate in found if estimate}
 
-    def advance(self, job_id: str) -> None:
-        """Begin, continue or complete the refresh of a running job, where its spec wants one."""
-        spec, record = self.jobs.spec(job_id), self.jobs.record(job_id)
-        if not spec.algorithm.refreshes_by_samples or record.is_trained:
+def advance_reference(jobs: JobStore, library: TaskLibrary, job_id: str) -> None:
+    """Begin, continue or complete the refresh of a running job, where its spec wants one.
+
+    One refresh at a time per job; every step may be repeated after a crash.
+    """
+    spec, record = jobs.spec(job_id), jobs.record(job_id)
+    if not spec.algorithm.refreshes_by_samples or record.is_trained:
+        return
+    current = record.reference_version
+    asked, position = map(int, (record.reference_asked or "0:0").split(":"))
+    if asked <= current:
+        newest = _next_reference(jobs, job_id, spec, current)
+        if newest is not None:
+            _ask_for_values(jobs, library, job_id, newest, record.reference_asked, 0)
+    elif record.reference_total is None:
+        published = {int(version["version"]): version for version in published_versions(jobs, job_id)}
+        _ask_for_values(jobs, library, job_id, published[asked], record.reference_asked, position)
+    elif jobs.client.hlen(redis_keys.run_values_under(job_id, asked)) >= record.reference_total:
+        _put_in_force(jobs, job_id, current, asked, record.reference_total)
+
+
+def _next_reference(jobs: JobStore, job_id: str, spec: JobSpec, current: int) -> dict[str, Any] | None:
+    """The newest version after the one in force that was published at the end of an interval."""
+    assert spec.algorithm.reference_refresh is not None
+    interval = spec.algorithm.reference_refresh.interval_steps
+    later = [version for version in published_versions(jobs, job_id) if int(version["version"]) > current]
+    return next((version for version in reversed(later) if int(version["step"]) % interval == 0), None)
+
+
+def _ask_for_values(
+    jobs: JobStore, library: TaskLibrary, job_id: str, version: dict[str, Any], asked: str, position: int
+) -> None:
+    """Ask for the values of all prompts that have one under pi0, a chunk at a time with the position beside it."""
+    spec, known = jobs.spec(job_id), jobs.client.hkeys(redis_keys.run_values(job_id))
+    valued = {prompt_id.decode() for prompt_id in known}
+    problems = [problem for problem in library.load(spec.tasks).train if problem.problem_id in valued]
+    while position < len(problems):
+        chunk = problems[position : position + CHUNK]
+        position += len(chunk)
+        now = f"{version['version']}:{position}"
+        is_last = position == len(problems)
+        writes: list[Write] = [
+            *_requests(job_id, spec, version, chunk),
+            write_fields(job_id, reference_asked=now),
+            write_fields(job_id, reference_total=position) if is_last else clear_fields(job_id, "reference_total"),
+        ]
+        guard = while_field_is(job_id, "reference_asked", asked)
+        commit = Commit(job_id, (JobState.RUNNING,), guard=guard, writes=writes, needs_room=True)
+        if not jobs.commit(commit).done:
             return
-        current = record.reference_version
-        asked, position = map(int, (record.reference_asked or "0:0").split(":"))
-        if asked <= current:
-            newest = self._next(job_id, spec, current)
-            if newest is not None:
-                self._ask(job_id, spec, newest, record.reference_asked, 0)
-        elif record.reference_total is None:
-            published = {int(version["version"]): version for version in self.weights.versions(job_id)}
-            self._ask(job_id, spec, published[asked], record.reference_asked, position)
-        elif self.jobs.client.hlen(redis_keys.run_values_under(job_id, asked)) >= record.reference_total:
-            self._put_in_force(job_id, current, asked, record.reference_total)
+        asked = now
 
-    def _next(self, job_id: str, spec: JobSpec, current: int) -> dict[str, Any] | None:
-        """The newest version after the one in force that was published at the end of an interval."""
-        assert spec.algorithm.reference_refresh is not None
-        interval = spec.algorithm.reference_refresh.interval_steps
-        later = [version for version in self.weights.versions(job_id) if int(version["version"]) > current]
-        return next((version for version in reversed(later) if int(version["step"]) % interval == 0), None)
 
-    def _ask(self, job_id: str, spec: JobSpec, version: dict[str, Any], asked: str, position: int) -> None:
-        """Ask for the values of all prompts that have one under pi0, a chunk at a time with the position beside it."""
-        known = self.jobs.client.hkeys(redis_keys.run_values(job_id))
-        valued = {prompt_id.decode() for prompt_id in known}
-        problems = [problem for problem in self.library.load(spec.tasks).train if problem.problem_id in valued]
-        while position < len(problems):
-            chunk = problems[position : position + CHUNK]
-            position += len(chunk)
-            now = f"{version['version']}:{position}"
-            is_last = position == len(problems)
-            writes: list[Write] = [
-                *_requests(job_id, spec, version, chunk),
-                write_fields(job_id, reference_asked=now),
-                write_fields(job_id, reference_total=position) if is_last else clear_fields(job_id, "reference_total"),
-            ]
-            guard = while_field_is(job_id, "reference_asked", asked)
-            commit = Commit(job_id, (JobState.RUNNING,), guard=guard, writes=writes, needs_room=True)
-            if not self.jobs.commit(commit).done:
-                return
-            asked = now
-
-    def _put_in_force(self, job_id: str, before: int, version: int, prompts: int) -> None:
-        guard = while_field_is(job_id, "reference_version", before)
-        body = {"version": version, "prompts": prompts}
-        self.jobs.once(job_id, guard, "reference", body, [write_fields(job_id, reference_version=version)])
+def _put_in_force(jobs: JobStore, job_id: str, before: int, version: int, prompts: int) -> None:
+    guard = while_field_is(job_id, "reference_version", before)
+    body = {"version": version, "prompts": prompts}
+    jobs.once(job_id, guard, "reference", body, [write_fields(job_id, reference_version=version)])
 
 
 def _requests(job_id: str, spec: JobSpec, version: dict[str, Any], problems: Sequence[Problem]) -> Iterator[Write]:

@@ -32,6 +32,7 @@ from services.orchestrator.http.openai import (
     ServedCompletion,
 )
 from services.orchestrator.http.openai_requests import ChatMessage, ChatRequest, conversation, refused
+from services.orchestrator.replicas import announced_version
 from services.orchestrator.serving import Target
 from spo import api
 from spo.errors import Conflict, InvalidInput, NotFound, ResourceExhausted
@@ -301,7 +302,7 @@ class EpisodeCompletion(ServedCompletion):
         """The session's job, whose newest version is asked for unless the session has one of its own."""
         version = self.session.version
         if version is None:
-            announced = self.context.weights.announced(self.session.job_id)
+            announced = announced_version(self.context.jobs, self.session.job_id)
             version = announced.version if announced else 0
         return Target(self.session.job_id, self.session.version), version
 

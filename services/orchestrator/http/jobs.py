@@ -29,7 +29,8 @@ from services.orchestrator.forks import ForkOptions
 from services.orchestrator.job_records import CANCEL, PAUSE, RESUME, JobAction, JobRecord, Submission, submitted_before
 from services.orchestrator.leases import training_series
 from services.orchestrator.pipeline import DISPATCHER, entries_in_pipeline, troubles_in_pipeline
-from services.orchestrator.replicas import announcement_of
+from services.orchestrator.replicas import announce_version, announcement_of
+from services.orchestrator.steps import act_on, ask_for_checkpoint, rename_job
 from services.orchestrator.values import require_stored
 from spo import api, redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, NotReady, ResourceExhausted
@@ -364,7 +365,7 @@ def delete_job(context: ContextDep, job_id: JobId) -> None:
 @router.patch("/{job_id}")
 def change_job(context: ContextDep, principal: PrincipalDep, job_id: JobId, body: api.JobChange) -> api.JobSummary:
     """Rename a job, whatever its state; its spec keeps the name it came with."""
-    context.actions.rename(job_id, body.name, principal.name)
+    rename_job(context.jobs, job_id, body.name, principal.name)
     return job_summary(context, job_id)
 
 
@@ -403,7 +404,7 @@ def resume(context: ContextDep, job_id: JobId) -> api.JobSummary:
 @router.post("/{job_id}/checkpoint", status_code=202)
 def checkpoint(context: ContextDep, job_id: JobId) -> api.JobSummary:
     """Ask the trainer of a running job for a checkpoint now."""
-    context.actions.ask_for_checkpoint(job_id)
+    ask_for_checkpoint(context.jobs, job_id)
     return job_summary(context, job_id)
 
 
@@ -439,7 +440,7 @@ def push_weights(
 ) -> api.AnnouncedVersion:
     """Announce a published weight version to the replicas again."""
     context.jobs.state(job_id)
-    return api.AnnouncedVersion(version=context.weights.announce(job_id, version, "pushed").version)
+    return api.AnnouncedVersion(version=announce_version(context.jobs, job_id, version, "pushed").version)
 
 
 @router.post("/{job_id}/weights/rollback", status_code=202)
@@ -448,11 +449,11 @@ def rollback_weights(
 ) -> api.AnnouncedVersion:
     """Make the replicas serve an older version until the trainer publishes the next one."""
     context.jobs.state(job_id)
-    return api.AnnouncedVersion(version=context.weights.announce(job_id, version, "rolled_back").version)
+    return api.AnnouncedVersion(version=announce_version(context.jobs, job_id, version, "rolled_back").version)
 
 
 def _act(context: AppContext, job_id: str, action: JobAction) -> api.JobSummary:
-    context.actions.act(job_id, action)
+    act_on(context.jobs, job_id, action)
     if action is RESUME:
         context.queue.fill()
     return job_summary(context, job_id)

@@ -26,6 +26,7 @@ from services.orchestrator.capture import Captured, CapturedChoice, CaptureStore
 from services.orchestrator.container import AppContext, ContextDep, PrincipalDep
 from services.orchestrator.http.errors import error_document
 from services.orchestrator.http.openai_requests import MOST_TOOLS, ChatRequest, Json, PlainRequest, refused
+from services.orchestrator.replicas import announced_version
 from services.orchestrator.serving import Target
 from spo import observability
 from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady, SpoError
@@ -441,7 +442,7 @@ class ServedCompletion:
         target = served.resolve(who.tenant, self.body.model, of_anyone=who.is_admin)
         if target.version is not None:
             return target, target.version
-        announced = self.context.weights.announced(target.job_id)
+        announced = announced_version(self.context.jobs, target.job_id)
         return target, announced.version if announced else 0
 
     async def _sampled(self, wanted: ServeRequest, answer: OpenAiAnswer) -> AsyncGenerator[ServeResponse, None]:

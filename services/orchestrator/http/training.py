@@ -26,7 +26,7 @@ from services.orchestrator.leases import (
     recorded_checkpoints,
     training_series,
 )
-from services.orchestrator.replicas import applied_by
+from services.orchestrator.replicas import announced_version, applied_by, published_versions
 from spo import api
 from spo.api import CompletionRequest, EvaluationRequest
 from spo.errors import (
@@ -63,7 +63,7 @@ def weights_as_members(context: AppContext, job_id: str, version: int, *, merge:
 
     Raises NotFound, IntegrityError when it is damaged or not what was published, InvalidInput, ResourceExhausted.
     """
-    published = {int(found["version"]): found["manifest_digest"] for found in context.weights.versions(job_id)}
+    published = {int(found["version"]): found["manifest_digest"] for found in published_versions(context.jobs, job_id)}
     if version not in published:
         raise NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
     stored = context.weight_store.open(job_id, version)
@@ -89,7 +89,7 @@ def _remove_abandoned(place: Path) -> None:
 def version_documents(context: AppContext, job_id: str) -> list[api.WeightVersion]:
     """Published versions with the replicas that serve them. Raises NotFound."""
     context.jobs.state(job_id)
-    announced = context.weights.announced(job_id)
+    announced = announced_version(context.jobs, job_id)
     live = context.replicas.live()
     return [
         api.WeightVersion.model_validate(
@@ -97,7 +97,7 @@ def version_documents(context: AppContext, job_id: str) -> list[api.WeightVersio
             | {"announced": announced is not None and announced.version == version["version"]}
             | applied_by(live, job_id, version["version"])
         )
-        for version in context.weights.versions(job_id)
+        for version in published_versions(context.jobs, job_id)
     ]
 
 
@@ -239,7 +239,9 @@ def _version(context: AppContext, body: EvaluationRequest) -> int:
     if body.version is not None:
         return body.version
     if body.checkpoint_step is None:
-        return max((int(published["version"]) for published in context.weights.versions(body.job_id)), default=0)
+        return max(
+            (int(published["version"]) for published in published_versions(context.jobs, body.job_id)), default=0
+        )
     heads = {head.step: head for head in recorded_checkpoints(context.redis, body.job_id)}
     if body.checkpoint_step not in heads:
         message = f"job {body.job_id} has checkpoints at {sorted(heads) or 'no step'}"

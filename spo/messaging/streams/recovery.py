@@ -6,7 +6,7 @@ A *death* is the end of a process with work in hand: *in company* of other work,
 further, and after `DeathLimits.alone` it is given up on. That is so for entries of streams, which are counted by their
 deliveries (`Consumer.begin_alone`), and for other work (`WorkDeaths`): it is noted in Redis before it begins, and the
 note taken back when it ends, in whatever way but the death of its process. A trainer has nothing but its job in hand:
-each of its deaths is one alone, and a step takes them back (`TrainerDeaths` of the orchestrator).
+each of its deaths is one alone, and a step takes them back (`note_death` of the orchestrator's monitor).
 
 Only what ended the process counts (`is_death`). A caller that goes away, a deadline, a cancelled job or a process that
 is asked to stop (`asked_to_stop`) ends the work and kills nothing.

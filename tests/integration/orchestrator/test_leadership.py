@@ -20,7 +20,9 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import Leadership, NotLeading
 from services.orchestrator.container import AppContext
 from services.orchestrator.forks import ForkOptions
+from services.orchestrator.replicas import announce_version, publish_version
 from services.orchestrator.settings import Settings
+from services.orchestrator.steps import ask_to_resume
 from services.orchestrator.values import write_prompts
 from spo import redis_keys
 from spo.manifest_folder import seal_folder, staging_folder
@@ -135,7 +137,7 @@ def running_job(context: AppContext, document: dict[str, Any]) -> str:
     return job_id
 
 
-def publish_version(context: AppContext, job_id: str) -> None:
+def publish_first_version(context: AppContext, job_id: str) -> None:
     """Version 1 of a running job, as its trainer would publish it."""
     grant = context.leases.wait_for_job("trainer", 1)
     folder = context.settings.state_path / "weights" / job_id / "00000001"
@@ -144,8 +146,8 @@ def publish_version(context: AppContext, job_id: str) -> None:
         head: dict[str, Any] = {"version": 1, "parent": 0, "step": 10, "dtype": "float32", "epoch": 1}
         digest = seal_folder(writing, folder, head).manifest_digest
     owner: dict[str, Any] = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
-    context.weights.publish(
-        wire.PublishWeightsRequest(**owner, version=1, step=10, uri=str(folder), manifest_digest=digest)
+    publish_version(
+        context.jobs, wire.PublishWeightsRequest(**owner, version=1, step=10, uri=str(folder), manifest_digest=digest)
     )
 
 
@@ -161,7 +163,7 @@ WRITERS: dict[str, Writer] = {
     "event": lambda old, job: old.jobs.append(job, "stalled", {}),
     "submission": lambda old, job: old.jobs.submit(old.jobs.spec(job)),
     "lease": lambda old, job: old.leases.wait_for_job("trainer", 0),
-    "announcement": lambda old, job: old.weights.announce(job, 0, "pushed"),
+    "announcement": lambda old, job: announce_version(old.jobs, job, 0, "pushed"),
     "prompts": lambda old, job: old.dispatcher._publish(job, old.jobs.spec(job), 1),
     "heartbeat": lambda old, job: old.replicas.beat(wire.HeartbeatRequest(replica_id="judge-1", pool="sandbox-judge")),
     "late heartbeats": lambda old, job: old.replicas._write({"judge-1": b""}),
@@ -169,7 +171,7 @@ WRITERS: dict[str, Writer] = {
     "sample": lambda old, job: old.monitor._sample(job),
     "evaluation": lambda old, job: old.evaluations.request(job, 0, None, EvaluationSpec()),
     "dataset": lambda old, job: old.datasets.create("tasks", "jsonl", "jsonl", 10, ""),
-    "resume": lambda old, job: old.queue.ask_to_resume(job, "api"),
+    "resume": lambda old, job: ask_to_resume(old.jobs, job, "api"),
     "fork under way": lambda old, job: old.jobs.write(("SADD", own_keys.forks_under_way(), "job_x")),
     "adopted forks": lambda old, job: old.deletion._adopt(),
     "sweep": lambda old, job: old.deletion.sweep(),
@@ -202,7 +204,7 @@ def test_a_fork_during_which_the_lead_was_lost_is_no_job_and_leaves_no_folder(
 ) -> None:
     """The next leader sweeps what is under way; what the old one made after that must not stay."""
     parent = running_job(old_leader, document)
-    publish_version(old_leader, parent)
+    publish_first_version(old_leader, parent)
     new = Leadership(redis_client, "the new one")
     made: list[str] = []
 

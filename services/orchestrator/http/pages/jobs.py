@@ -43,7 +43,7 @@ from services.orchestrator.http.trajectories import trajectory_page
 from services.orchestrator.job_records import JobFilter
 from services.orchestrator.jobs import find_jobs
 from services.orchestrator.leases import evaluation_results, training_series
-from services.orchestrator.replicas import POOLS
+from services.orchestrator.replicas import POOLS, published_versions
 from spo import api, redis_keys
 from spo.errors import FieldViolation, InvalidInput, SpoError
 from spo.spec.job_spec import JobSpec
@@ -205,7 +205,7 @@ def show_evaluations(request: Request, context: ContextDep, job_id: JobId) -> Re
         "asked": [asked for asked in context.evaluations.requests.all() if asked.job_id == job_id],
         "failures": context.evaluations.schedule.failures(job_id),
         "attempts": context.settings.evaluation_attempts,
-        "versions": [published["version"] for published in context.weights.versions(job_id)][::-1],
+        "versions": [published["version"] for published in published_versions(context.jobs, job_id)][::-1],
     }
     if is_part(request):
         return show(request, "evaluations/tables.html", **facts)

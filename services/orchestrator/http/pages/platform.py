@@ -23,7 +23,7 @@ from services.orchestrator.http.errors import is_part, show
 from services.orchestrator.http.jobs import job_summaries
 from services.orchestrator.http.platform import attention_list, replica_documents, scale_document
 from services.orchestrator.job_records import JobFilter, page_of_jobs
-from services.orchestrator.replicas import POOLS
+from services.orchestrator.replicas import POOLS, published_versions
 from spo import api, redis_keys
 from spo.error_codes import CATALOGUE
 from spo.errors import InvalidInput, NotFound
@@ -174,7 +174,7 @@ def show_models(request: Request, context: ContextDep, principal: PrincipalDep) 
     trained = [
         {"job": job, "version": versions[-1], "count": len(versions)}
         for job in job_summaries(context, list(specs)[:ROWS])
-        if (versions := context.weights.versions(job.id))
+        if (versions := published_versions(context.jobs, job.id))
     ]
     facts = {"models": list(_models(context, principal, specs)), "trained": trained, "looked_at": LOOKED_AT}
     return show(request, "models/page.html", **facts, **_served(context, principal))

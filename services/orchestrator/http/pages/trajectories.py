@@ -31,6 +31,7 @@ from services.orchestrator.http.trajectories import (
     trajectory_page,
     valued_tokens,
 )
+from services.orchestrator.replicas import published_versions
 from services.orchestrator.scoring import upload_tests
 from spo import api, redis_keys
 from spo.algorithm.values import PivotalToken, pivotal_tokens
@@ -177,7 +178,7 @@ def show_trajectory(request: Request, context: ContextDep, job_id: JobId, trajec
         "prompt": problem.statement if problem else "",
         "decided_by": deciders(problem.tests) if problem else "",
         "hops": _hops(reply.trajectory),
-        "versions": [published["version"] for published in context.weights.versions(job_id)][::-1],
+        "versions": [published["version"] for published in published_versions(context.jobs, job_id)][::-1],
     }
     return show(request, "trajectories/trajectory.html", tab="trajectories", **facts)
 

@@ -14,6 +14,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.evaluation import RequestedEvaluation, ScheduledEvaluation
 from services.orchestrator.job_records import CANCEL
 from services.orchestrator.leases import evaluation_results
+from services.orchestrator.steps import act_on
 from spo.errors import IntegrityError, InternalError, InvalidInput, NotReady, SpoError
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
 from spo.spec.section import JobState
@@ -228,7 +229,7 @@ def test_requests_end_with_the_job_that_is_cancelled_or_deleted(
     context.jobs.fail(deleted, "test", "it ended")
     requests = [context.evaluations.request(job_id, 0, None, EvaluationSpec()) for job_id in (cancelled, deleted)]
 
-    context.actions.act(cancelled, CANCEL, "test")
+    act_on(context.jobs, cancelled, CANCEL, "test")
     context.deletion.delete(deleted)
 
     for requested in requests:

@@ -10,6 +10,7 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import CANCEL
+from services.orchestrator.steps import act_on
 from spo import redis_keys
 from spo.errors import NotFound, NotReady
 from spo.spec.job_spec import parse_job_spec
@@ -142,7 +143,7 @@ def test_jobs_without_values_take_stored_experience_too(context: AppContext, doc
 
 def test_a_job_is_not_deleted_while_its_experience_is_on_its_way(context: AppContext, document: Document) -> None:
     job_id = context.jobs.submit(parse_job_spec(document))
-    context.actions.act(job_id, CANCEL)
+    act_on(context.jobs, job_id, CANCEL)
     context.redis.hset(redis_keys.replay_counters(job_id), "number", 10)
     context.redis.hset(redis_keys.replay_stored(job_id), "written", 7)
 

@@ -16,6 +16,7 @@ import redis
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.events import KEPT_EVENTS, EventStream
 from services.orchestrator.job_records import CANCEL
+from services.orchestrator.steps import act_on
 from spo.spec.job_spec import parse_job_spec
 from spo.testing.peers import wait_until
 
@@ -67,7 +68,7 @@ def test_a_stream_cut_again_and_again_misses_and_repeats_nothing(
     def write() -> None:
         for number in range(total - 2):
             context.jobs.append(job_id, "progress", {"done": number})
-        context.actions.act(job_id, CANCEL)
+        act_on(context.jobs, job_id, CANCEL)
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -84,7 +85,7 @@ def test_a_stream_cut_again_and_again_misses_and_repeats_nothing(
 
 def test_a_stream_ends_with_the_job(context: AppContext, api: httpx.Client, document: dict[str, Any]) -> None:
     job_id = submitted(context, document)
-    threading.Timer(2.0, context.actions.act, (job_id, CANCEL)).start()
+    threading.Timer(2.0, act_on, (context.jobs, job_id, CANCEL)).start()
 
     assert follow(api, job_id, 0, at_most=1000) == [1, 2]
 
@@ -134,7 +135,7 @@ def test_a_listener_that_fell_far_behind_misses_nothing(
         )
         for number in range(total - 2):
             context.jobs.append(job_id, "progress", {"done": number, "padding": "x" * 4000})
-        context.actions.act(job_id, CANCEL)
+        act_on(context.jobs, job_id, CANCEL)
         told = b"".join(iter(lambda: slow.recv(1 << 16), b""))
 
     assert [int(line[4:]) for line in told.split(b"\r\n") if line.startswith(b"id: ")] == list(range(1, total + 1))

@@ -16,6 +16,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import CANCEL, RESUME
 from services.orchestrator.jobs import SEGMENT, JobStore
+from services.orchestrator.steps import act_on
 from spo.errors import IntegrityError
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import TERMINAL, JobState
@@ -106,8 +107,8 @@ def test_the_time_of_an_adoption_does_not_depend_on_the_age_of_the_job(
 
     assert seconds < 2
     assert successor.jobs.state(job_id) is JobState.PAUSED
-    assert successor.actions.act(job_id, RESUME) is JobState.PAUSED
-    assert successor.actions.act(job_id, CANCEL) is JobState.CANCELLING
+    assert act_on(successor.jobs, job_id, RESUME) is JobState.PAUSED
+    assert act_on(successor.jobs, job_id, CANCEL) is JobState.CANCELLING
     assert successor.jobs.refold(job_id) is JobState.CANCELLING
 
 

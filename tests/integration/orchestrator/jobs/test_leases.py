@@ -13,6 +13,7 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.leases import training_series
+from services.orchestrator.replicas import publish_version
 from services.orchestrator.service import OrchestratorService
 from spo import redis_keys
 from spo.errors import Conflict, LeaseLost
@@ -37,10 +38,11 @@ def owner(grant: wire.LeaseJobResponse, trainer: str) -> dict[str, Any]:
 
 
 def publish(context: AppContext, who: dict[str, Any], version: int, digest: str = "d") -> bool:
-    return context.weights.publish(
+    return publish_version(
+        context.jobs,
         wire.PublishWeightsRequest(
             **who, version=version, step=version * 10, uri=f"/w/{version}", manifest_digest=digest
-        )
+        ),
     )
 
 

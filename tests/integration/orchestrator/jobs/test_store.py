@@ -11,6 +11,7 @@ import redis
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import CANCEL, PAUSE, RESUME, fold
+from services.orchestrator.steps import act_on, ask_for_checkpoint
 from spo import redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound
 from spo.spec.job_spec import JobSpec, parse_job_spec
@@ -91,7 +92,7 @@ def test_a_checkpoint_asked_of_a_job_that_has_just_stopped_leaves_no_mark(
     monkeypatch.setattr(context.jobs, "state", lambda job_id: JobState.RUNNING)
 
     with pytest.raises(Conflict):
-        context.actions.ask_for_checkpoint(job_id)
+        ask_for_checkpoint(context.jobs, job_id)
 
     assert not context.jobs.record(job_id).checkpoint_asked
 
@@ -149,9 +150,9 @@ def test_verbs_are_idempotent_and_leave_one_event(context: AppContext, spec: Job
     job_id = running(context, spec)
     before = len(context.jobs.events(job_id))
 
-    assert [context.actions.act(job_id, PAUSE) for _ in range(3)] == [JobState.PAUSING] * 3
-    assert context.actions.act(job_id, RESUME) is JobState.RUNNING
-    assert [context.actions.act(job_id, CANCEL) for _ in range(2)] == [JobState.CANCELLING] * 2
+    assert [act_on(context.jobs, job_id, PAUSE) for _ in range(3)] == [JobState.PAUSING] * 3
+    assert act_on(context.jobs, job_id, RESUME) is JobState.RUNNING
+    assert [act_on(context.jobs, job_id, CANCEL) for _ in range(2)] == [JobState.CANCELLING] * 2
     assert len(context.jobs.events(job_id)) == before + 3
 
 
@@ -160,7 +161,7 @@ def test_an_ended_job_takes_no_action(context: AppContext, spec: JobSpec) -> Non
     context.jobs.transition(job_id, JobState.SUCCEEDED, "done")
 
     with pytest.raises(Conflict, match="legal transitions: none"):
-        context.actions.act(job_id, CANCEL)
+        act_on(context.jobs, job_id, CANCEL)
 
 
 def test_an_unknown_job_is_not_found(context: AppContext) -> None:

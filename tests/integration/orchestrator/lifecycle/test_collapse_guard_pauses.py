@@ -8,7 +8,9 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import RESUME
+from services.orchestrator.replicas import announced_version, published_versions
 from services.orchestrator.service import OrchestratorService
+from services.orchestrator.steps import act_on
 from spo.observability import TRAINER_COLLAPSE_ALARMS
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
@@ -55,8 +57,8 @@ def test_by_policy_pause_an_alarm_pauses_the_job_at_the_last_good_weights(traini
     why = "collapse guard at step 7: truncated responses rose from 0% to 50%; inference is at weight version 2"
     assert pausing.body["reason"] == why
     # Published after steps 2, 4 and 6; the window of the alarm began after step 5.
-    assert [each["version"] for each in context.weights.versions(job_id)] == [1, 2, 3]
-    announced = context.weights.announced(job_id)
+    assert [each["version"] for each in published_versions(context.jobs, job_id)] == [1, 2, 3]
+    announced = announced_version(context.jobs, job_id)
     assert announced is not None
     assert (announced.version, announced.step) == (2, 4)
     stored = WeightStore(context.settings.state_path / "weights").open(job_id, 2)
@@ -65,11 +67,11 @@ def test_by_policy_pause_an_alarm_pauses_the_job_at_the_last_good_weights(traini
     assert [each.seq for each in context.jobs.events(job_id)] == list(range(1, len(context.jobs.events(job_id)) + 1))
     assert alarms_counted() == counted + 1
 
-    context.actions.act(job_id, RESUME)
+    act_on(context.jobs, job_id, RESUME)
     training.wait_trained(job_id)
 
     assert len(training.events(job_id, "alarm")) == 1
-    announced = context.weights.announced(job_id)
+    announced = announced_version(context.jobs, job_id)
     assert announced is not None
     assert (announced.version, announced.step) == (5, STEPS)
 
@@ -113,7 +115,7 @@ def test_a_report_that_arrives_twice_is_told_of_once_and_pauses_once(
     service = OrchestratorService(context)
 
     first = service.RenewLease(renewal, None)  # type: ignore[arg-type]
-    context.actions.act(job_id, RESUME)
+    act_on(context.jobs, job_id, RESUME)
     second = service.RenewLease(renewal, None)  # type: ignore[arg-type]
 
     assert (first.directive, second.directive) == (wire.DIRECTIVE_PAUSE, wire.DIRECTIVE_CONTINUE)

@@ -11,7 +11,7 @@ import redis
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.jobs import job_waits
-from services.orchestrator.pipeline import DeadLetterWatch, groups_in_pipeline
+from services.orchestrator.pipeline import check_groups, groups_in_pipeline
 from services.replay_buffer.ingest import IngestWorker, ReferenceScores
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
@@ -83,12 +83,11 @@ def test_looking_at_dead_letters_costs_a_job_the_same_however_many_there_are(
 ) -> None:
     gone, job_id = running(context, document), running(context, document)
     give_up(context.redis, redis_keys.rollouts(), gone, [PAYLOAD] * 1000)
-    watch = DeadLetterWatch(context.jobs, 0.05)
 
     context.redis.config_resetstat()
     began = time.monotonic()
     for _ in range(20):
-        watch.check_groups(job_id, 10_000)
+        check_groups(context.jobs, job_id, 10_000, max_share=0.05)
 
     assert time.monotonic() - began < 2.0
     commands = set(context.redis.info("commandstats"))

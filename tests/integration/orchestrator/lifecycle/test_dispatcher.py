@@ -14,6 +14,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.http.jobs import job_document
 from services.orchestrator.job_records import CANCEL
 from services.orchestrator.pipeline import groups_in_pipeline
+from services.orchestrator.steps import act_on
 from spo import redis_keys
 from spo.messaging import streams
 from spo.spec.job_spec import parse_job_spec
@@ -233,7 +234,7 @@ def test_two_feeders_at_once_publish_each_position_once(
 def test_a_cancelled_job_is_fed_nothing(context: AppContext, peers: ServiceDoubles, document: dict[str, Any]) -> None:
     job_id = running(context, document)
     peers.replay.admissible = 100
-    context.actions.act(job_id, CANCEL)
+    act_on(context.jobs, job_id, CANCEL)
 
     assert context.dispatcher.dispatch(job_id) == 0
     assert groups(context, job_id) == []

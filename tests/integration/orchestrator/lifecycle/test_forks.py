@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.forks import _name_of_fork, merge_patch
+from services.orchestrator.replicas import announced_version, published_versions
 from spo import redis_keys
 from spo.manifest_folder import seal_folder, staging_folder
 from spo.model.folder import inspect_model_folder
@@ -90,7 +91,7 @@ def test_a_fork_starts_from_the_newest_weights_and_keeps_pi0(
     assert job["spec"] == before | {"name": "again", "trainer": before["trainer"] | {"steps": 5}}
     assert job["lineage"]["parent"] == parent
     assert (job["lineage"]["version"], job["lineage"]["as_reference"]) == (2, False)
-    announced = context.weights.announced(job["id"])
+    announced = announced_version(context.jobs, job["id"])
     assert announced is not None
     assert (announced.version, announced.step, announced.run_id) == (1, 0, job["id"])
     stored = WeightStore(state_path / "weights").open(job["id"], 1)
@@ -113,7 +114,7 @@ def test_a_fork_from_a_checkpoint_goes_on_at_its_step(
     assert (manifest["step"], manifest["updates"], manifest["weight_version"]) == (20, 20, 1)
     grant = lease(context, job["id"])
     assert (grant.start_version, grant.next_weight_version) == (0, 2)
-    assert [each["step"] for each in context.weights.versions(job["id"])] == [20]
+    assert [each["step"] for each in published_versions(context.jobs, job["id"])] == [20]
 
 
 def test_with_as_reference_the_weights_become_the_model(forked: Callable[..., Document], document: Document) -> None:

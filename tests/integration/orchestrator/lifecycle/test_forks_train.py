@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.orchestrator.forks import ForkOptions
+from services.orchestrator.replicas import published_versions
 from spo.spec.section import JobState
 from spo.weights.store import WeightStore
 
@@ -54,7 +55,7 @@ def test_a_fork_trains_on_from_the_weights_of_a_parent_that_is_gone(training: Tr
     reference = load_file(training.model_path / "model.safetensors")
     assert all(torch.allclose(start[name], after[name], atol=1e-6) for name in start)
     assert not torch.allclose(after["lm_head.weight"], reference["lm_head.weight"], atol=1e-4)
-    assert [each["step"] for each in training.context.weights.versions(job_id)] == [0, 2]
+    assert [each["step"] for each in published_versions(training.context.jobs, job_id)] == [0, 2]
 
 
 def test_a_fork_of_a_checkpoint_ends_with_the_weights_its_parent_had(training: Training, parent: str) -> None:
@@ -63,6 +64,6 @@ def test_a_fork_of_a_checkpoint_ends_with_the_weights_its_parent_had(training: T
     job_id = fork(training, parent, None, 5)
     training.wait_trained(job_id)
 
-    assert [each["step"] for each in training.context.weights.versions(job_id)] == [5, 10]
+    assert [each["step"] for each in published_versions(training.context.jobs, job_id)] == [5, 10]
     again = weights(training, job_id, 2)
     assert all(torch.equal(straight[name], again[name]) for name in straight)

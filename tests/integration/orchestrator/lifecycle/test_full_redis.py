@@ -11,6 +11,7 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import CANCEL, PAUSE
+from services.orchestrator.steps import act_on
 from spo import redis_keys
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
@@ -60,8 +61,8 @@ def test_cancel_pause_leases_and_heartbeats_work_while_redis_is_full(
     granted = context.leases.wait_for_job("trainer-1", 0)
     fill()
 
-    assert context.actions.act(cancelled, CANCEL) is JobState.CANCELLING
-    assert context.actions.act(paused, PAUSE) is JobState.PAUSING
+    assert act_on(context.jobs, cancelled, CANCEL) is JobState.CANCELLING
+    assert act_on(context.jobs, paused, PAUSE) is JobState.PAUSING
     renewal = wire.RenewLeaseRequest(run_id=granted.run_id, trainer_id="trainer-1", epoch=granted.epoch)
     context.leases.renew(renewal)
     assert context.leases.lease(granted.run_id).live

@@ -15,6 +15,8 @@ import pytest
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import CANCEL, PAUSE, RESUME
 from services.orchestrator.leases import evaluation_results
+from services.orchestrator.replicas import publish_version
+from services.orchestrator.steps import act_on
 from spo import redis_keys
 from spo.client import Client
 from spo.messaging import streams
@@ -81,8 +83,9 @@ def test_a_job_goes_from_submit_to_success(
         for version in (1, 2):
             reports = [wire.StepReport(step=version * 10, metrics={"loss": 1 / version})]
             context.leases.renew(wire.RenewLeaseRequest(**owner, reports=reports))
-            context.weights.publish(
-                wire.PublishWeightsRequest(**owner, version=version, step=version * 10, uri="w", manifest_digest="d")
+            publish_version(
+                context.jobs,
+                wire.PublishWeightsRequest(**owner, version=version, step=version * 10, uri="w", manifest_digest="d"),
             )
         context.leases.finish(wire.FinishRunRequest(**owner, final_step=20))
         wait_until(lambda: state(context, job_id) is JobState.SUCCEEDED, "the job succeeds")
@@ -136,7 +139,7 @@ def test_a_job_that_waited_starts_when_the_running_one_ends(context: AppContext,
     with at_work(context):
         wait_until(lambda: state(context, first) is JobState.ESTIMATING, "the first job estimates")
         assert state(context, second) is JobState.QUEUED
-        context.actions.act(first, CANCEL)
+        act_on(context.jobs, first, CANCEL)
         wait_until(lambda: state(context, second) is JobState.ESTIMATING, "the second job's turn comes")
 
     assert state(context, first) is JobState.CANCELLED
@@ -148,7 +151,7 @@ def test_a_cancelled_job_ends_when_its_trainer_lets_go(context: AppContext, docu
         bring_to_running(context, job_id)
         grant = context.leases.wait_for_job("trainer", 5)
         owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
-        context.actions.act(job_id, CANCEL)
+        act_on(context.jobs, job_id, CANCEL)
         assert context.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_CANCEL
         assert state(context, job_id) is JobState.CANCELLING
         context.leases.finish(wire.FinishRunRequest(**owner, error_code="cancelled", error_message="cancelled"))
@@ -162,7 +165,7 @@ def test_a_pause_waits_for_the_checkpoint_and_a_resume_goes_on(context: AppConte
         grant = context.leases.wait_for_job("trainer", 5)
         owner = {"run_id": job_id, "trainer_id": "trainer", "epoch": grant.epoch}
         context.leases.renew(wire.RenewLeaseRequest(**owner, reports=[wire.StepReport(step=5)]))
-        context.actions.act(job_id, PAUSE)
+        act_on(context.jobs, job_id, PAUSE)
         assert context.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_PAUSE
         assert state(context, job_id) is JobState.PAUSING
         context.leases.checkpoint(wire.ReportCheckpointRequest(**owner, step=5, path="p", manifest_digest="d"))
@@ -170,7 +173,7 @@ def test_a_pause_waits_for_the_checkpoint_and_a_resume_goes_on(context: AppConte
         assert context.leases.renew(wire.RenewLeaseRequest(**owner)) == wire.DIRECTIVE_CANCEL
         context.leases.finish(wire.FinishRunRequest(**owner, error_code="cancelled", error_message="cancelled"))
         assert context.leases.wait_for_job("trainer", 0).run_id == "", "nobody trains a paused job"
-        context.actions.act(job_id, RESUME)
+        act_on(context.jobs, job_id, RESUME)
         assert context.leases.wait_for_job("another", 10).run_id == job_id
     assert state(context, job_id) is JobState.RUNNING
 

@@ -14,6 +14,7 @@ import redis
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import CANCEL
+from services.orchestrator.steps import act_on
 from services.replay_buffer.ingest import ReferenceScores, SharedRolloutIngest
 from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
@@ -142,7 +143,7 @@ def test_absent_ended_silent_and_other_tenants_jobs_are_not_followed(
     assert "samples no rollouts" in refusals(api, follower_of(document, silent))["/rollout/follow"]
 
     ended = context.jobs.submit(parse_job_spec(document))
-    context.actions.act(ended, CANCEL)
+    act_on(context.jobs, ended, CANCEL)
     assert "is cancelled" in refusals(api, follower_of(document, ended))["/rollout/follow"]
     assert context.redis.get(redis_keys.run_state(ended)) == b"cancelled"
 

@@ -18,6 +18,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.deletion import keys_of
 from services.orchestrator.recovery import PlatformIdentity
+from services.orchestrator.replicas import announced_version
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.manifest_folder import seal_folder, staging_folder
@@ -165,7 +166,7 @@ def test_a_lost_job_is_queued_again_where_that_is_asked_for(lost: str, context: 
     assert grant.epoch > 4
     assert grant.next_weight_version == 2
     assert [kept.step for kept in grant.checkpoints.items] == [10]
-    announced = context.weights.announced(lost)
+    announced = announced_version(context.jobs, lost)
     assert announced is not None
     assert announced.version == 1
 

@@ -11,6 +11,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.http.jobs import job_document
 from services.orchestrator.job_records import CANCEL, PAUSE, RESUME, equal_for_tenants, in_turns
 from services.orchestrator.replicas import ReplicaAssigner, assign, fair_counts
+from services.orchestrator.steps import act_on
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.v1 import orchestrator_service_pb2 as wire
@@ -197,12 +198,12 @@ def test_a_paused_job_gives_its_place_back_and_waits_for_one_to_go_on(context: A
     context.queue.fill()
     assert states(context, other) == ["queued"]
 
-    context.actions.act(paused, PAUSE)
+    act_on(context.jobs, paused, PAUSE)
     context.jobs.transition(paused, JobState.PAUSED, "test")
     context.queue.fill()
     assert states(context, paused, other) == ["paused", "validating"]
 
-    assert [context.actions.act(paused, RESUME) for _ in range(2)] == [JobState.PAUSED] * 2
+    assert [act_on(context.jobs, paused, RESUME) for _ in range(2)] == [JobState.PAUSED] * 2
     context.queue.fill()
     assert states(context, paused) == ["paused"]
     assert job_document(context, paused).waits[0].startswith("the job waits for a slot: 1 of 1")
@@ -216,11 +217,11 @@ def test_a_paused_job_gives_its_place_back_and_waits_for_one_to_go_on(context: A
 def test_who_is_paused_again_or_cancelled_no_longer_waits_for_a_place(context: AppContext, document: Document) -> None:
     again, gone = running(context, document), running(context, document)
     for job_id in (again, gone):
-        context.actions.act(job_id, PAUSE)
+        act_on(context.jobs, job_id, PAUSE)
         context.jobs.transition(job_id, JobState.PAUSED, "test")
-        context.actions.act(job_id, RESUME)
-    context.actions.act(again, PAUSE)
-    context.actions.act(gone, CANCEL)
+        act_on(context.jobs, job_id, RESUME)
+    act_on(context.jobs, again, PAUSE)
+    act_on(context.jobs, gone, CANCEL)
     context.jobs.transition(gone, JobState.CANCELLED, "test")
 
     for _ in range(3):

@@ -11,7 +11,9 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.leases import training_series
+from services.orchestrator.replicas import publish_version
 from services.orchestrator.service import OrchestratorService
+from services.orchestrator.values import advance_reference, reference_in_force
 from spo import redis_keys
 from spo.algorithm.values import q_from_successes
 from spo.errors import NotReady
@@ -56,8 +58,9 @@ def running(context: AppContext, document: dict[str, Any]) -> tuple[str, dict[st
 
 
 def publish(context: AppContext, who: dict[str, Any], version: int, step: int) -> None:
-    context.weights.publish(
-        wire.PublishWeightsRequest(**who, version=version, step=step, uri="/w", manifest_digest=f"digest-{version}")
+    publish_version(
+        context.jobs,
+        wire.PublishWeightsRequest(**who, version=version, step=step, uri="/w", manifest_digest=f"digest-{version}"),
     )
 
 
@@ -66,12 +69,12 @@ def test_a_version_at_the_end_of_an_interval_is_asked_about_once_and_in_force_wh
 ) -> None:
     job_id, who = running(context, document)
     publish(context, who, 1, 5)
-    context.references.advance(job_id)
+    advance_reference(context.jobs, context.library, job_id)
     assert asked(context) == []
 
     publish(context, who, 2, 10)
-    context.references.advance(job_id)
-    context.references.advance(job_id)
+    advance_reference(context.jobs, context.library, job_id)
+    advance_reference(context.jobs, context.library, job_id)
 
     requests = asked(context)
     assert len(requests) == len({each.prompt.prompt_id for each in requests}) == 5
@@ -81,11 +84,11 @@ def test_a_version_at_the_end_of_an_interval_is_asked_about_once_and_in_force_wh
     service, renewal = OrchestratorService(context), wire.RenewLeaseRequest(**who)
     prompt_ids = [each.prompt.prompt_id for each in requests]
     give_values(context, redis_keys.run_values_under(job_id, 2), prompt_ids[:-1], 4)
-    context.references.advance(job_id)
+    advance_reference(context.jobs, context.library, job_id)
     assert service.RenewLease(renewal, None).reference_version == 0  # type: ignore[arg-type]
     give_values(context, redis_keys.run_values_under(job_id, 2), prompt_ids[-1:], 4)
-    context.references.advance(job_id)
-    context.references.advance(job_id)
+    advance_reference(context.jobs, context.library, job_id)
+    advance_reference(context.jobs, context.library, job_id)
 
     assert service.RenewLease(renewal, None).reference_version == 2  # type: ignore[arg-type]
     told = [each.body for each in context.jobs.events(job_id) if each.kind == "reference"]
@@ -96,7 +99,7 @@ def test_a_version_at_the_end_of_an_interval_is_asked_about_once_and_in_force_wh
     assert dict(values) == pytest.approx(dict.fromkeys(prompt_ids, expected))
 
     publish(context, who, 4, 20)
-    context.references.advance(job_id)
+    advance_reference(context.jobs, context.library, job_id)
     assert {each.reference_version for each in asked(context)[5:]} == {4}
 
 
@@ -116,7 +119,7 @@ def test_the_trainer_takes_the_new_reference_with_its_values_and_its_checkpoints
     training.wait_until(lambda: len(asked(context)) == len(problems), "values under version 2 are asked for")
     everything = [*OF_THE_POOL, *(each.problem_id for each in problems)]
     give_values(context, redis_keys.run_values_under(job_id, 2), everything, 8)
-    training.wait_until(lambda: context.references.in_force(job_id) == 2, "the reference is in force")
+    training.wait_until(lambda: reference_in_force(context.jobs, job_id) == 2, "the reference is in force")
     await_renewals(training, job_id)
     released.set()
     training.wait_trained(job_id)

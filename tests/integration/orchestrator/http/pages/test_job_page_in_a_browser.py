@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from services.orchestrator.container import AppContext
+from services.orchestrator.replicas import announced_version
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until
 
@@ -80,10 +81,10 @@ def test_weights_are_pushed_and_rolled_back_from_the_page(
     trainer.publish(2)
     page.goto(f"/jobs/{job_id}")
     page.get_by_role("button", name="Roll back to version 1").click()
-    wait_until(lambda: (context.weights.announced(job_id) or 0).version == 1, "version 1 is announced")
+    wait_until(lambda: (announced_version(context.jobs, job_id) or 0).version == 1, "version 1 is announced")
     page.locator("#weights tr:has(#push-1)", has_text="announced").wait_for()
     page.get_by_role("button", name="Push version 2").click()
-    wait_until(lambda: (context.weights.announced(job_id) or 0).version == 2, "version 2 is announced")
+    wait_until(lambda: (announced_version(context.jobs, job_id) or 0).version == 2, "version 2 is announced")
 
     assert complaints == []
 
