@@ -101,7 +101,7 @@ class Spec(_Part):
     ingress_class_name: str | None = None
 
 
-class Reference(_Part):
+class InvolvedObject(_Part):
     """Whom an event is about."""
 
     kind: str = ""
@@ -115,7 +115,7 @@ class KubernetesObject(_Part):
     metadata: Metadata = Metadata()
     spec: Spec = Spec()
     status: Status = Status()
-    involved_object: Reference = Reference()
+    involved_object: InvolvedObject = InvolvedObject()
     type: str = ""
     reason: str = ""
     message: str = ""

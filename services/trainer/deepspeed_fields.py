@@ -85,11 +85,11 @@ class ZeroOptimizer:
     Raises PreconditionFailed for a stage that there is not.
     """
 
-    def __init__(self, stage: int, made: Any) -> None:
+    def __init__(self, stage: int, made: object) -> None:
         if stage not in range(4):
             raise PreconditionFailed(f"there is no ZeRO stage {stage}")
         self.stage = stage
-        self._made = made
+        self._made: Any = made
 
     @property
     def adam(self) -> torch.optim.Optimizer:
