@@ -222,13 +222,15 @@ class StartedEpisodes:
         """Submit the policy's next turn to the engine."""
         may_switch = not self.assignment.spec.algorithm.anchors_by_rollouts
         run_id, tenant = self.request.run_id, self.assignment.tenant
-        samples = SampleGroup(run_id, [episode.request()], self.weights, self.alone, may_switch, tenant=tenant)
-        self._running[episode] = samples
-        samples.future.add_done_callback(partial(self._sampled, episode))
         try:
+            samples = SampleGroup(run_id, [episode.request()], self.weights, self.alone, may_switch, tenant=tenant)
+            self._running[episode] = samples
+            samples.future.add_done_callback(partial(self._sampled, episode))
             self.assignment.engine.submit(samples)
         except Exception as error:
+            # Whoever called has nobody to tell it: the group would wait for ever.
             self._fail(error)
+            return
         if not self._is_wanted():
             # Cancelled just before it was noted above.
             samples.future.cancel()

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from services.inference.engine import Sample
 from services.inference.environment_pool import EnvironmentPool
-from services.inference.episodes import start_episodes
+from services.inference.episodes import Episode, start_episodes
 from services.verifier.environments.environment import Reply, Setup, State, StateSeal
 from services.verifier.environments.service import Environments, EnvironmentService
 from spo.rpc.server import RpcServer
@@ -119,3 +119,21 @@ def check(trajectory: Trajectory, engine: ScriptedEngine, tokenizer: Any, setup:
     assert (trajectory.policy_version_first, trajectory.policy_version_last) == (0, len(fed))
     if trajectory.finish_reason == FINISH_REASON_STOP:
         assert trajectory.segments[-1].score == 0.5
+
+
+def test_a_turn_that_cannot_be_asked_for_ends_its_group_and_leaves_nobody_waiting(
+    pool: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = Episode.request
+
+    def broken(episode: Episode) -> Any:
+        if episode.turns:
+            raise RuntimeError("the second turn cannot be asked for")
+        return ask(episode)
+
+    monkeypatch.setattr(Episode, "request", broken)
+    engine = ScriptedEngine(lambda request, turn: Sample((5, 6), (-0.1, -0.1), True, 0, 0))
+    # The environment ends a fifth of the conversations at once, but never all of eight with these seeds.
+    group = conversation_group("chatter", ConversationSetup(6, 20), samples=8, seed=1)
+    with pytest.raises(RuntimeError, match="second turn"):
+        start_episodes(assignment(engine), pool, group, None, alone=False).result(20)
