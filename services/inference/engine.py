@@ -104,7 +104,7 @@ class SampleRequest:
     top_p: float
     max_tokens: int
     seed: int
-    # What ends it: texts, and tokens beside those of the model's own files.
+    # What ends it: texts, and tokens in addition to those of the model's own files.
     stop: tuple[str, ...] = ()
     end_token_ids: tuple[int, ...] = ()
     served: ServedSampling | None = None
@@ -275,7 +275,7 @@ class Engine:
 
 
 def part_of(output: CompletionOutput) -> SampledPart:
-    """What vLLM tells of a served sequence."""
+    """What vLLM reports of a served sequence."""
     spans = output.weight_versions
     pairs = zip(output.token_ids, output.logprobs or (), strict=False)
     return SampledPart(

@@ -48,7 +48,7 @@ class StartedGroup:
     samples: SampleGroup
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    # Whether the prompt has begun reasoning.
+    # Whether the prompt opens the reasoning itself.
     opened: bool
     # Of the group's samples, those that are sampled here.
     indexes: Sequence[int]
@@ -173,7 +173,7 @@ class RolloutWorker:
         self._settings = settings
         self._deaths = EngineDeaths(client)
         self._writing = Outage("rollouts cannot be written")
-        # When what is in flight is given back; far away until the process stops.
+        # When what is in flight is released; far in the future until the process stops.
         self._drained_by = float("inf")
 
     def run(self, stop: threading.Event) -> None:

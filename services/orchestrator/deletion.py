@@ -1,9 +1,8 @@
 """Deleting ended jobs: out of every list at once, every key and folder of theirs after that, repeated until done.
 
-Deleting ended jobs: out of every list at once, keys and folders after that, repeated until done.
 While a job lives its trainer alone writes its weights and checkpoints, under a lease. A deleted job has no lease, and
-what it left is the orchestrator's to remove: no trainer need be there, or be told. What cannot be removed is tried
-again, told in the log, by the metric `spo_deletions_failing` and among what asks for a person, until it is gone.
+what it left is the orchestrator's to remove: no trainer need be there, or be notified. What cannot be removed is
+tried again, and reported by the log, the metric `spo_deletions_failing` and what asks for a person, until it is gone.
 
 What the job left in the experience store stays: it outlives runs on purpose.
 """

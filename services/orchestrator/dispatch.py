@@ -48,7 +48,7 @@ _POSITION, _PASSED_OVER, _BY_NEED = "position", "passed_over", "by_need"
 
 @dataclass(frozen=True)
 class KnownValues:
-    """What was eligible when there were so many values, and when it is worth another look."""
+    """What was eligible at a number of values, and when it is worth another look."""
 
     stamp: tuple[int, int]
     prompt_ids: frozenset[str]

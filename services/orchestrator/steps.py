@@ -1,7 +1,7 @@
 """Moves every job along its life, one small, repeatable step at a time: queue, preparation, training, and what a
 person may do to it.
 
-Moves every job along its life: one small, repeatable step at a time, so that a restart goes on where it stopped.
+A restart goes on where the last step stopped.
 queued -> validating   when there is a free slot
 validating -> estimating   tests uploaded
 estimating -> running   enough training prompts have a value; the others get theirs while it trains

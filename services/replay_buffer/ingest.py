@@ -298,7 +298,7 @@ class IngestWorker:
         """Add the reference log-probs.
 
         Every group gets a span of that length; the calls themselves are traced in the first one. While value-estimation
-        is away this waits a little: the entries are then tried again later, and the job says what it waits for.
+        is away this waits a little: the entries are then tried again later, and the job reports what it waits for.
         """
         scoring = [observability.begin("reference log-probs", parent=span.header, groups=len(spans)) for span in spans]
         with observability.within(scoring[0]) if scoring else nullcontext():

@@ -6,7 +6,7 @@ Decoding a payload only to encode it again would take most of the time of a batc
 protobuf's wire format has it: a field is its number and type, and for anything but a number also its length.
 
 Redis evicts nothing. What has left the window of its run and no batch may name again is taken out by
-`archive.window_trimmer`, once the experience store has it.
+`archive.WindowTrimmer`, once the experience store has it.
 """
 
 from __future__ import annotations

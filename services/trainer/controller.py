@@ -85,7 +85,7 @@ class Command:
 
 
 class RankRole(Protocol):
-    """A rank's part in a run, beside the commands themselves: rank 0 decides and reports, the others follow."""
+    """A rank's part in a run apart from the commands: rank 0 decides and reports, the others follow."""
 
     def resumed(self, progress: TrainingProgress, *, packed: bool) -> None:
         """Training goes on from here; what was loaded is saved already. packed: the model computes without padding."""
@@ -149,7 +149,7 @@ class Follower:
         """Rank 0 writes."""
 
     def fail(self, error: SpoError) -> None:
-        """The error is raised on rank 0 alike."""
+        """The error is raised on rank 0 too."""
 
     def conclude(self, progress: TrainingProgress) -> None:
         """Rank 0 gives the job back."""
@@ -211,7 +211,7 @@ def _health(metrics: Mapping[str, float]) -> StepHealth:
 
 @dataclass
 class TrainerContext:
-    """What rank 0 has and the others do not: the other services, the stop signal, and what its heartbeats say."""
+    """What rank 0 has and the others do not: the other services, the stop signal, and what its heartbeats report."""
 
     orchestrator: RpcClient
     replay: RpcClient
@@ -227,7 +227,7 @@ class TrainerContext:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """Why a run ends here. `give_back`: the orchestrator is told; otherwise the lease runs out or is already gone."""
+    """Why a run ends here. `give_back`: it is reported; otherwise the lease expires or is lost already."""
 
     reason: str
     error_code: str = ""
@@ -450,7 +450,7 @@ class Controller:
             self._outcome = RunOutcome("failed", error.code, error.message, give_back=True)
 
     def cannot_write(self, error: SpoError) -> None:
-        """The place of weights or checkpoints is full, or cannot be used now: say so, and try again a little later."""
+        """The place of weights or checkpoints is full or cannot be used now: report it, try again a little later."""
         log.error("a folder is full or cannot be used; tried again", run=self._lease.grant.run_id, reason=error.message)
         self._context.problem = error.message
         self._checkpoints.write_failed()
@@ -528,7 +528,7 @@ class Controller:
                 log.warning("older checkpoints stay until the next one", reason=error.message)
 
     def conclude(self, progress: TrainingProgress) -> None:
-        """Give the job back, or let go of it."""
+        """Report the end of the job, or release it."""
         self._context.run_id, self._context.weight_version = "", 0
         outcome = self._outcome or RunOutcome("unknown")
         log.info("run ended here", run=self._lease.grant.run_id, step=progress.step, reason=outcome.reason)

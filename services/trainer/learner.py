@@ -142,7 +142,7 @@ class CriticOutput:
 
 
 class Critic:
-    """The value model of one run on this rank. Every rank calls every method alike."""
+    """The value model of one run on this rank. All ranks call every method together."""
 
     def __init__(self, policy: PreTrainedModel, algorithm: AlgorithmSpec, trainer: TrainerSpec, passes: int) -> None:
         """policy: a copy of pi0 for the critic alone. passes: micro-batches per update.
@@ -229,13 +229,13 @@ def load_model(spec: JobSpec, device: torch.device, path: str = "") -> PreTraine
         return model
     except (OSError, RuntimeError) as error:
         if is_out_of_memory(error):
-            # No fault of the folder: told as the death of the trainer that it is.
+            # No fault of the folder: reported as a death of the trainer, which it is.
             raise
         raise InvalidInput(f"the model at {path} cannot be loaded: {error}", code="model_not_loadable") from error
 
 
 class Policy:
-    """What is trained. Every rank calls every method alike."""
+    """What is trained. All ranks call every method together."""
 
     def __init__(self, spec: JobSpec, device: torch.device, start: Sequence[Path], passes: int) -> None:
         """start: files of the weights that training begins with, none: pi0's. passes: micro-batches per update."""
@@ -334,7 +334,7 @@ class Policy:
             means.add_by_source(said_by, found.abs().tolist())
 
     def _measure_samples(self, micro_batch: MicroBatch, logprobs_BL: Tensor, means: WeightedMeans) -> None:
-        """What the run's own samples tell of the policy, and of how far it is from those who sampled them."""
+        """What the run's own samples show of the policy, and how far it is from the versions that sampled them."""
         batch = self.batch(micro_batch)
         online_B = batch.source_B == SOURCE_ONLINE
         if online_B.any():
@@ -421,7 +421,7 @@ class StepResult:
 
 
 class Learner:
-    """The models of one run on this rank, and how they learn from a batch. Every rank calls every method alike."""
+    """The models of one run on this rank, and how they learn from a batch. All ranks call every method together."""
 
     def __init__(self, ranks: Ranks, spec: JobSpec, start: Sequence[Path] = ()) -> None:
         """start: files of the weights that training begins with; none: the model folder's, which are the reference."""
@@ -567,7 +567,7 @@ class Learner:
             micro_batch.keep(totals.told_to(self._policy.batch(micro_batch)))
 
     def _update(self, minibatch: Minibatch, learning_rate: float, means: WeightedMeans) -> None:
-        """One step of the policy, and of the critic if there is one. Raises UnusableBatch on every rank alike."""
+        """One step of the policy, and of the critic if there is one. Raises UnusableBatch on every rank."""
         met = len(means.log_weights)
         try:
             self._accumulate(self.engine, minibatch, lambda micro_batch: self._policy.loss(micro_batch, means))
@@ -650,5 +650,5 @@ class Learner:
 
 
 def _not_finite(message: str) -> UnusableBatch:
-    """For gradients: they are summed over all ranks, so that every rank raises this alike."""
+    """For gradients: they are summed over all ranks, so that every rank raises this."""
     return UnusableBatch([(message, InvalidInput(message, code="not_finite"))])

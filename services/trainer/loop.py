@@ -1,11 +1,10 @@
 """The trainer's loop on every rank: take a job, carry out rank 0's commands until it ends, take the next.
 
-The trainer's loop, on every rank: take a job, carry out rank 0's commands until it ends, take the next.
-lease -> load model -> resume -> [ train | skip | publish | checkpoint | update_reference | wait ]* -> give back
+lease -> load model -> resume -> [ train | skip | publish | checkpoint | update_reference | wait ]* -> release
 
-Rank 0 is the service others see; the other ranks only follow it, and tell it when they are to stop.
-A pod of several may be told to go alone, when its node is drained. Its ranks tell rank 0, by torchrun's own store, and
-all write a last checkpoint together. Ranks that nobody told to go end with status 1, for which their torchrun starts
+Rank 0 is the service others see; the other ranks only follow it, and notify it when they are to stop.
+One pod of several may get SIGTERM alone, when its node is drained. Its ranks notify rank 0 by torchrun's store, and
+all write a last checkpoint together. Ranks that got no SIGTERM end with status 1, for which their torchrun starts
 them anew at once: with 0 it would wait five minutes for the pod that left.
 """
 
@@ -59,7 +58,7 @@ from spo.weights.store import WeightStore
 
 log = get_logger("loop")
 
-# Commands with which nothing is in hand.
+# Commands that carry no work.
 IDLE = ("skip", "wait", "end")
 
 LOOK_SECONDS = 1.0
@@ -71,9 +70,9 @@ def lead_jobs(ranks: Ranks, settings: Settings, context: TrainerContext) -> None
         grant = take_lease(context.orchestrator, context.trainer_id, settings.lease_wait_seconds, context.stop)
         if grant and not context.belongs_to(grant.platform_id):
             break
-        if grant and not _tell_earlier_death(context, grant, settings):
+        if grant and not _report_earlier_death(context, grant, settings):
             grant = None
-        # Shared also when there is no job yet, which one without run_id says: no rank waits long for another.
+        # Shared even without a job, as a response without run_id: no rank waits long for another.
         ranks.share(grant or LeaseJobResponse())
         if grant:
             spec = spec_from_json(grant.spec_json)
@@ -85,8 +84,8 @@ def lead_jobs(ranks: Ranks, settings: Settings, context: TrainerContext) -> None
     ranks.share(None)
 
 
-def _tell_earlier_death(context: TrainerContext, grant: LeaseJobResponse, settings: Settings) -> bool:
-    """Tell the orchestrator what the job's trainer died of, if it did; whether the job is to be worked on."""
+def _report_earlier_death(context: TrainerContext, grant: LeaseJobResponse, settings: Settings) -> bool:
+    """Report to the orchestrator what the job's trainer died of, if it did; returns whether to work on the job."""
     notes = local_folder(grant, settings.state_path)
     death = death_before(notes, grant.epoch)
     if death is None:
@@ -120,7 +119,7 @@ def _work_on(
         try:
             run.carry_out()
         except SpoError as error:
-            # Raised alike on every rank; what fails on rank 0 alone, the controller catches.
+            # Raised on every rank; the controller catches what fails on rank 0 alone.
             log.error("the run failed", run=grant.run_id, reason=str(error))
             role.fail(error)
         finally:
@@ -334,7 +333,7 @@ class GroupStop:
             self._store.set(self._key, "1")
 
     def look(self, stop: threading.Event) -> None:
-        """Rank 0's worker: stop once any rank was told to."""
+        """Rank 0's worker: stop once any rank got SIGTERM."""
         while self._store and not stop.wait(LOOK_SECONDS):
             try:
                 told = self._store.check([self._key])
@@ -343,7 +342,7 @@ class GroupStop:
                 log.warning("the other ranks can no longer be heard", reason=str(error)[:200])
                 return
             if told:
-                log.info("another pod of this trainer is told to stop: all stop, after a checkpoint")
+                log.info("another pod of this trainer got SIGTERM: all stop, after a checkpoint")
                 stop.set()
 
 

@@ -59,7 +59,7 @@ class NewVersion:
     adapter: Adapter | None = None
 
     def head(self, dtype: str) -> Manifest:
-        """What the manifest says beside its files."""
+        """What the manifest holds besides its files."""
         named = ("version", "parent", "step", "epoch")
         based = {"base_model": self.adapter.base_model} if self.adapter else {}
         return {name: vars(self)[name] for name in named} | {"dtype": dtype} | based
@@ -67,7 +67,7 @@ class NewVersion:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where all ranks write: beside `mark`. An adapter is one file, with peft's names."""
+    """Where all ranks write: the folder that holds `mark`. An adapter is one file, with peft's names."""
 
     mark: Path
     adapter: bool

@@ -17,7 +17,7 @@ Where a batch has a beta per token (`TokenBatch.with_beta_per_token`), beta belo
 How far two computations of the same log-probs may lie apart by rounding alone.
 Kernels, layouts and engines add up in different orders. A token's log-prob then differs by an error that grows with the
 precision of the dtype and the size of the logits, and whose sign is as good as random: a sum over T tokens walks like
-sqrt(T). A single token may be far out where its logit is small beside others.
+sqrt(T). A single token may be far out where its logit is small compared with others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TokenBatch:
     """Judged trajectories as padded tensors; built by the trainer from protobuf, read by every objective.
 
     Sequences may be padded on either side. Position l speaks about token l itself: `reference_logprobs_BL[b, l]` is
-    log pi0(token l | tokens before l), and so are the policy's log-probs handed in beside the batch. Values outside
+    log pi0(token l | tokens before l), and so are the policy's log-probs passed with the batch. Values outside
     `response_mask_BL` are never read, except `input_ids_BL` by the model.
 
     attention_mask_BL: 0 at padding; 1 elsewhere, or the number of an episode's branch, whose tokens see no other's. All
@@ -180,7 +180,7 @@ class Rounding:
         return cls.of_one_forward(dtype, factor * ENGINES)
 
     def tolerance(self, tokens_B: Tensor) -> Tensor:
-        """The most that the log-probs of any prefix of so many tokens may differ in sum; (B,), nats."""
+        """The most that the log-probs of any prefix of that many tokens may differ in sum; (B,), nats."""
         return self.token_error * (DEVIATIONS * tokens_B.sqrt() + ONE_TOKEN)
 
 
@@ -472,7 +472,7 @@ def spo_loss(
 def value_weights(batch: TokenBatch, noise: float) -> Tensor:
     """noise^2 / (noise^2 + error^2) with `error` that of Qhat_0; (B,), 1 where it is exact.
 
-    The residual Q_T - r holds the error of Qhat_0 beside what else departs from zero; by Gauss and Markov each prompt
+    The residual Q_T - r holds the error of Qhat_0 and whatever else departs from zero; by Gauss and Markov each prompt
     counts by the inverse of the sum of both variances. The weight is one for all trajectories of a prompt, so a prompt
     that is known exactly keeps its optimum whatever its weight.
     """

@@ -1,4 +1,4 @@
-"""Logs of programs that many use, as mappings of our columns to paths into their rows (see `mapped_rows`)."""
+"""Logs of programs that many use, as mappings of our columns to paths into their rows (see `mapped`)."""
 
 from __future__ import annotations
 

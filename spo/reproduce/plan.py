@@ -124,7 +124,7 @@ HARD = {
 }
 
 
-# The name of the stored experience that `contamination` writes.
+# The name of the stored experience of which a share is hard-coded answers.
 IMPORT_NAME = "hard-coded-answers"
 # Of the offline successes, so many only print the answer of the public test.
 HACKED_SHARE = 0.45

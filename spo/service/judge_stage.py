@@ -1,7 +1,7 @@
 """The judges' stage of the pipeline: rollout groups in, verdicts and rewards out; test sets and known verdicts in
 Redis.
 
-Every pool of judges is one: it says which stream it reads and who decides.
+Every pool of judges is one; it names the stream that it reads and who decides.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class JudgeStage:
     """Judges rollout groups from a stream; call it with a stop event. `service` is the hop's name.
 
     groups_at_once: of one run and call; a run whose programs are slow holds up no other. drain_seconds: how long after
-    a stop the verdicts on groups in hand are waited for; then these are given back.
+    a stop the verdicts on groups that are held are waited for; then the groups are released.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class JudgeStage:
         for trajectory, verdict in zip(_undecided(group), self._await(batch), strict=True):
             trajectory.verdict.CopyFrom(verdict)
         for trajectory in group.trajectories:
-            # The counts say enough; a trajectory stays small.
+            # The counts are enough; a trajectory stays small.
             del trajectory.verdict.tests[:]
             trajectory.reward = reward_of(trajectory.verdict, reward)
             trajectory.hops.add(service=self.service, at_unix_ms=int(time.time() * 1000))

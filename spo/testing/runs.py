@@ -285,7 +285,9 @@ class JudgeDouble(JudgeServiceServicer):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The fixture `surroundings`: engine, judge, a real replay buffer and ValueService behind one server at `address`.
+    """What value-estimation and stored experience need in tests: engine, judge, a real replay buffer and ValueService.
+
+    All of them are behind one server at `address`.
 
     peers, references, settings and store are those of the services, which nothing in `spo` may import.
     """

@@ -48,7 +48,7 @@ PROVEN_WEIGHT = 10
 MAX_BACKOFF_SECONDS = 30.0
 SCANS_PER_READ = 20
 TIDY_SECONDS = 60.0
-# A member that holds nothing and has not read for so long is gone; should it come back, it is a member again.
+# A member that holds nothing and has not read for this long is removed; if it comes back, it is a member again.
 SILENT_SECONDS = 600.0
 MAX_REMEMBERED_FAILURES = 10_000
 # Redis' clock is not followed more closely; it must be more than an answer of Redis takes.
@@ -59,7 +59,7 @@ RawDelivery = tuple[bytes, list[bytes], int]
 
 Handler = Callable[[list[Entry]], None]
 
-# After so many failures in a row of entries on their own it is not the entries.
+# After this many consecutive failures of entries on their own, the entries are not the cause.
 OUTAGE_AFTER_FAILURES = 3
 
 # Runs of one tenant that are handled at a time; more take turns. They may hold its threads as long as they take.
@@ -70,7 +70,7 @@ MOST_TENANTS = 8
 # only be memory, and keep it from other replicas.
 CALLS_AHEAD = 2
 LANE_BYTES = 32 << 20
-# Ids of entries of one run that were given back.
+# Ids of entries of one run that were released.
 MAX_GIVEN_BACK = 20_000
 READ_ENTRIES = 64
 RETRY_SECONDS = 1.0
@@ -213,7 +213,7 @@ class Consumer:
         return len(self._held)
 
     def keep_alive(self, entries: Sequence[Entry] | None = None) -> None:
-        """Reset the idle time of entries, of all in hand by default: their consumer is slow, not dead."""
+        """Reset the idle time of entries, of all that are held by default: their consumer is slow, not dead."""
         ids = list(self._held) if entries is None else [entry.entry_id for entry in self.unfinished(entries)]
         if ids:
             self.client.eval(entries_module.KEEP_ALIVE, 1, self.stream, self.group, self.name, *ids)
@@ -275,21 +275,21 @@ class Consumer:
                 self.fail(entry, error)
 
     def release(self, entries: Sequence[Entry], after_seconds: float = 0.0) -> None:
-        """Give entries back unfinished: any member may have them after so many seconds, as if for the first time."""
+        """Release entries unfinished: any member may read them `after_seconds` later, as if for the first time."""
         if entries:
             idle_ms = max(0, int((self.reclaim_after_seconds - after_seconds) * 1000))
             self._put_back([entry.entry_id for entry in entries], idle_ms, deliveries=0, forgive=True)
             self._next_reclaim = min(self._next_reclaim, time.monotonic() + after_seconds)
 
     def give_back(self) -> None:
-        """Release all that is in hand, of a process that is asked to stop; without Redis others reclaim it later."""
+        """Release every held entry, of a process that is to stop; without Redis others reclaim them later."""
         held = list(self._held)
         with unless_away("entries were not given back", stream=self.stream):
             if held:
                 self._put_back(held, int(self.reclaim_after_seconds * 1000), deliveries=0, forgive=True)
 
     def take_back(self, entry_ids: Sequence[str]) -> list[Entry]:
-        """Entries that were given back and that nobody has taken since, as if they had been read now."""
+        """Released entries that no member has taken since, as if they had been read now."""
         if not entry_ids:
             return []
         reply = self.client.eval(entries_module.TAKE_BACK, 1, self.stream, self.group, self.name, *entry_ids)
@@ -337,7 +337,7 @@ class Consumer:
         try:
             self.client.eval(entries_module.RELEASE, len(keys), *keys, *arguments)
         except redis.ResponseError as error:
-            # Nothing to give back to: the stream came back empty.
+            # Nothing to release to: the stream came back empty.
             if "NOGROUP" not in str(error):
                 raise
         self._held.difference_update(ids)
@@ -468,7 +468,7 @@ def _one_by_one(consumer: Consumer, handler: Handler, entries: Sequence[Entry]) 
 
 
 def _attempt(consumer: Consumer, handler: Handler, entry: Entry) -> bool:
-    """Whether the entry was finished, in whatever way, or given back by its handler."""
+    """Whether the entry was finished, in whatever way, or released by its handler."""
     before = consumer.failures(entry)
     with consumer.isolated(entry):
         handler([entry])
@@ -477,7 +477,7 @@ def _attempt(consumer: Consumer, handler: Handler, entry: Entry) -> bool:
 
 @dataclass(eq=False)
 class RunLane:
-    """Entries of one run that wait here, those that were given back, and how many threads work on others of it."""
+    """Entries of one run that wait here, those that were released, and how many threads work on others of it."""
 
     most: int
     tenant: str = ""
@@ -499,13 +499,13 @@ class RunLane:
         self.given_back.pop(entry.entry_id, None)
 
     def take(self, count: int) -> list[Entry]:
-        """The oldest entries, at most so many."""
+        """The oldest entries, at most `count`."""
         taken = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
         self.waiting_bytes -= sum(len(entry.payload) for entry in taken)
         return taken
 
     def wanted_back(self) -> list[str]:
-        """Ids of the oldest entries given back that there is room for; they count as given back no more."""
+        """Ids of the oldest released entries that there is room for; they no longer count as released."""
         ids = list(self.given_back)[: self.room] if len(self.waiting) <= self.most // 2 else []
         for entry_id in ids:
             del self.given_back[entry_id]
@@ -516,7 +516,7 @@ class StageRunner:
     """Feeds the entries of a stream to a handler (`deliver`), by run: `threads` of each run at a time.
 
     A call of the handler gets at most `count` entries, all of one run; calls come from several threads. Entries are
-    kept alive as long as they are in hand. most: asked before each read how many may be; without it a few calls' worth
+    kept alive as long as they are held. most: asked before each read how many may be; without it a few calls' worth
     of each run wait here.
     """
 
@@ -544,7 +544,7 @@ class StageRunner:
         self._room = threading.Event()
 
     def run(self, stop: threading.Event) -> None:
-        """Read and handle until stop, then finish what is being handled and give back what waits."""
+        """Read and handle until stop, then finish what is being handled and release what waits."""
         stopped = threading.Event()
         alive = threading.Thread(target=self._keep_alive, args=(stopped,), name="stage-alive", daemon=True)
         alive.start()
@@ -592,7 +592,7 @@ class StageRunner:
         tenant = self._tenants.of(entry.run_id)
         with self._lock:
             lane = self._lane(entry.run_id, tenant)
-            # What came before and was given back goes first.
+            # What arrived earlier and was released goes first.
             if lane.given_back or not lane.room:
                 return False
             lane.add(entry)
@@ -637,7 +637,7 @@ class StageRunner:
                 if len(lane.given_back) < MAX_GIVEN_BACK:
                     lane.given_back[entry.entry_id] = None
                 if not lane.threads:
-                    # It ran empty while they were given back: nobody else would take them before they are reclaimed.
+                    # It ran empty while they were released: no other member would take them before they are reclaimed.
                     lane.threads += 1
                     self._queue_up(entry.run_id, pool, stop)
 
@@ -655,7 +655,7 @@ class StageRunner:
                 lane.failures = lane.failures + 1 if self.consumer.done == done else 0
             if (entries or lane.waiting or lane.given_back) and not stop.is_set():
                 with suppress(RuntimeError):
-                    # Else the pool is closed: the process stops, and what waits is given back.
+                    # Else the pool is closed: the process stops, and what waits is released.
                     self._queue_up(run_id, pool, stop)
                     return
             lane.threads -= 1
@@ -663,7 +663,7 @@ class StageRunner:
                 del self._lanes[run_id]
 
     def _take(self, run_id: str, stop: threading.Event) -> list[Entry]:
-        """The next entries of a run; a lane that runs empty is filled with what was given back."""
+        """The next entries of a run; a lane that runs empty is filled with what was released."""
         with self._lock:
             lane = self._lanes[run_id]
             ids = [] if stop.is_set() else lane.wanted_back()
