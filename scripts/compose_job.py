@@ -89,6 +89,18 @@ class Platform:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
+    def ask_again(self, path: str) -> Any:
+        """What it answers to a GET. Waits for an orchestrator that comes back. Raises OSError when none does."""
+        deadline = time.monotonic() + REPLICA_SECONDS
+        while True:
+            try:
+                return self.ask(path)
+            except OSError as error:
+                refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
+                if refused or time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL_SECONDS)
+
     def run(self, *arguments: str) -> str:
         """What a compose command prints. Raises CalledProcessError, TimeoutExpired."""
         return output([*self.compose, *arguments])
@@ -109,7 +121,7 @@ class Platform:
 
     def joined(self) -> int:
         """Replicas of inference that serve the job."""
-        found = self.ask("/v1/replicas")["items"]
+        found = self.ask_again("/v1/replicas")["items"]
         return sum(each["pool"] == "inference" and bool(each["run_id"]) and not each["draining"] for each in found)
 
     def scale(self, replicas: int) -> None:
@@ -161,16 +173,8 @@ class WatchedJob:
         self.platform, self.id = platform, job_id
 
     def look(self) -> Any:
-        """What the API says of it. Waits for an orchestrator that comes back. Raises OSError when none does."""
-        deadline = time.monotonic() + REPLICA_SECONDS
-        while True:
-            try:
-                return self.platform.ask(f"/v1/jobs/{self.id}")
-            except OSError as error:
-                refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
-                if refused or time.monotonic() > deadline:
-                    raise
-            time.sleep(POLL_SECONDS)
+        """What the API says of it."""
+        return self.platform.ask_again(f"/v1/jobs/{self.id}")
 
     def step(self) -> int:
         """The step it is at. Exits when it has ended: then nothing was proven."""
