@@ -66,7 +66,12 @@ $(CLIENTS_STAMP): tests/clients/requirements.txt
 	.venv-clients/bin/python -m pip install --quiet -r $<
 	touch $@
 
-ready: check system-deps $(S3_STAMP) $(CLIENTS_STAMP) $(if $(filter true,$(CI)),chart-test)  ## Check, and install what tests need (CI=true: test the chart)
+NIGHTLY_CLIENTS_STAMP := .venv-clients/.nightly
+$(NIGHTLY_CLIENTS_STAMP): tests/clients/nightly.txt $(CLIENTS_STAMP)
+	.venv-clients/bin/python -m pip install --quiet -r $<
+	touch $@
+
+ready: check system-deps $(S3_STAMP) $(CLIENTS_STAMP) $(if $(SPO_TEST_ALL),$(NIGHTLY_CLIENTS_STAMP)) $(if $(filter true,$(CI)),chart-test)  ## Check, and install what tests need (CI=true: test the chart)
 
 # Beside each other: pip and mypy take one core, and the chart and the S3 server need nothing of what these install.
 test:  ## Check, then every test but the slow tier (CI=true: that too); pytest's count is the last line

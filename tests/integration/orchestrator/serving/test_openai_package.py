@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,79 +17,15 @@ import torch
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from transformers import LlamaForCausalLM
 
-from services.orchestrator.container import AppContext
-from services.orchestrator.service import OrchestratorService
 from services.orchestrator.serving import Change, Target
-from spo.rpc.client import RpcClient
-from spo.rpc.server import RpcServer
-from spo.spec.section import JobState
 from spo.testing.peers import wait_until
-from spo.testing.runs import toy_spec
 from spo.testing.trainer import write_random_llama
-from spo.v1.inference_service_pb2 import DescribeReplicaRequest
-from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
-from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
+from tests.integration.orchestrator.serving.conftest import KEY, WAIT_SECONDS, Serving
 from tests.support.scripted_model import CALLED, SCRIPT, TOOLS, hermes_tokenizer, write_scripted_model
-from tests.support.warm_services import start_warm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-# A replica needs about 15 s of CPU to start: on a busy machine that is minutes.
-WAIT_SECONDS = 200.0
-KEY = "the-operators-own-key"
 SAID: Any = [{"role": "user", "content": "sum of the sorted numbers"}]
-
-
-@dataclass
-class Serving:
-    """A served orchestrator with one replica, and a job on it."""
-
-    context: AppContext
-    url: str
-    job_id: str
-
-    def client(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=WAIT_SECONDS)
-
-    def running_sequences(self) -> int:
-        (replica,) = self.context.replicas.live()
-        client = RpcClient("inference", replica.address, InferenceServiceStub)
-        found: int = client.call("DescribeReplica", DescribeReplicaRequest()).running_sequences
-        client.close()
-        return found
-
-
-@pytest.fixture
-def serve_model(
-    open_context: Callable[..., AppContext], serve: Callable[[AppContext], str], redis_server: str, tmp_path: Path
-) -> Callable[[dict[str, Any]], AbstractContextManager[Serving]]:
-    """Serves a model, fields of a JobSpec's, by a real replica."""
-
-    @contextmanager
-    def build(model: dict[str, Any]) -> Iterator[Serving]:
-        context = open_context(api_key=KEY, serving_wait_seconds=WAIT_SECONDS)
-        server = RpcServer("127.0.0.1", 0, max_workers=64)
-        add_OrchestratorServiceServicer_to_server(OrchestratorService(context), server.server)
-        server.start()
-        job_id = context.jobs.submit(toy_spec({"model": model}))
-        # It has ended: that it is asked for brings a replica to it.
-        assert context.jobs.transition(job_id, JobState.CANCELLED, "test")
-        settings = {
-            "SPO_REDIS_URL": redis_server,
-            "SPO_ORCHESTRATOR_ADDRESS": server.address,
-            "SPO_STATE_PATH": str(tmp_path),
-            "SPO_INFERENCE_KV_CACHE_MEMORY_BYTES": str(64 << 20),
-            "OMP_NUM_THREADS": "1",
-        }
-        replica = start_warm("services.inference", os.environ | settings, tmp_path / "replica.log")
-        try:
-            yield Serving(context, serve(context), job_id)
-        finally:
-            replica.kill()
-            replica.wait(30)
-            server.stop(0)
-
-    return build
 
 
 def test_the_openai_package_works_unmodified(
