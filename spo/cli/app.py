@@ -248,7 +248,7 @@ def toy_model(
     *,
     hard: Annotated[bool, typer.Option("--hard", help="Of the hard contest.")] = False,
 ) -> None:
-    """Make pi0 of the toy contest, the `model.path` of its recipes, and print where it is; a minute of one core."""
+    """Make pi0 of the toy contest, the `model.path` of its recipes, and print where it is; hard takes a minute."""
     from spo.demo import demo as toy
 
     difficulty = "hard" if hard else "standard"

@@ -1,14 +1,16 @@
 """`spo demo`: the whole platform, pi0 of the toy contest, one job over REST, a live view, and what it came to.
 
 start services ----------\\
-build pi0 (cached) -------> submit deploy/recipes/toy/demo.yaml -> follow -> runs/demo/report.{json,png}
+pi0 (shipped) -----------> submit deploy/recipes/toy/demo.yaml -> follow -> runs/demo/report.{json,png}
 
-pi0 of the toy contest for people: built once in a process of its own, found by `spo job submit` and the page.
+pi0 of the toy contest for people: shipped, or built once in a process of its own; `spo job submit` finds it.
 <state path>/cache/models/toy-<difficulty>-<digest>/     a folder that transformers and vLLM load
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
 import json
 import os
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -69,6 +71,9 @@ PANELS = {
 }
 
 NAME = "demo"
+TASKS = Path(__file__).parents[1] / "tasks"
+# Beside a model that is shipped: the digest of what it was made by.
+RECIPE_FILE = "recipe.txt"
 RECIPE = Path(__file__).parents[2] / "deploy" / "recipes" / "toy" / "demo.yaml"
 # Where people's programs are imitated too, and prompts have values.
 WITH_PEOPLE = RECIPE.with_name("with_people.yaml")
@@ -390,16 +395,50 @@ def _gaps(values: Sequence[float | None]) -> list[float]:
     return [float("nan") if value is None else value for value in values]
 
 
+def recipe_digest(difficulty: str = "standard", seed: int = 0) -> str:
+    """A digest of what decides the weights of pi0: the name to keep them under."""
+    digest = hashlib.sha256(f"{difficulty} {seed}".encode())
+    for module in ("toy", "toy_tokenizer", "toy_model"):
+        digest.update((TASKS / f"{module}.py").read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def shipped_model(models: Path, difficulty: str) -> Path | None:
+    """pi0 below `models`, copied from this package; None where it has none of the difficulty and of these sources.
+
+    It is what `python -m spo.tasks.toy_model` makes in a minute, and the same on every machine.
+    """
+    folder, name = models / f"toy-{difficulty}-{recipe_digest(difficulty)}", f"toy_{difficulty}"
+    shipped = TASKS / "data" / name
+    if folder.exists():
+        return folder
+    if not (shipped / RECIPE_FILE).exists() or (shipped / RECIPE_FILE).read_text().strip() != recipe_digest(difficulty):
+        return None
+    models.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=models) as staging:
+        copied = shutil.copytree(shipped, Path(staging) / "model", copy_function=shutil.copyfile)
+        (copied / RECIPE_FILE).unlink()
+        # Another process may have been faster, with the same.
+        with contextlib.suppress(OSError):
+            os.rename(copied, folder)
+    return folder
+
+
 class ReferenceModelBuild:
-    """pi0 being built (or found) by a child process, while the services start."""
+    """pi0 that is copied, or being built (or found) by a child process while the services start."""
 
     def __init__(self, cache: Path, name: str, log_path: Path, niceness: int = 0) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self.folder = shipped_model(cache, name)
+        if self.folder is not None:
+            self.log_path = log_path
+            self.done = self.total = 1
+            return
         if importlib.util.find_spec("torch") is None:
             raise PreconditionFailed("pi0 is made with torch, which is not installed here", code="package_missing")
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = log_path
         self.done, self.total = 0, 0
-        self.folder: Path | None = None
         self.reason = ""
         command = [sys.executable, "-m", "spo.demo.reference_model", str(cache), name]
         command = ["nice", "-n", str(niceness), *command] if niceness else command
@@ -411,11 +450,13 @@ class ReferenceModelBuild:
                 stderr=log,
                 start_new_session=True,
             )
-        self._reader = threading.Thread(target=self._read, name="pi0", daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), name="pi0", daemon=True)
         self._reader.start()
 
     def result(self, timeout_seconds: float) -> Path | None:
         """The folder; None when it needs longer. Raises InternalError when the build failed."""
+        if self._process is None:
+            return self.folder
         self._reader.join(timeout_seconds)
         if self._reader.is_alive():
             return None
@@ -425,11 +466,12 @@ class ReferenceModelBuild:
         return self.folder
 
     def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        if self._process:
+            self._process.kill()
+            self._process.wait()
 
-    def _read(self) -> None:
-        for line in self._process.stdout or ():
+    def _read(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
             said = json.loads(line)
             if "folder" in said:
                 self.folder = Path(said["folder"])

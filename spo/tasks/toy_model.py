@@ -2,10 +2,10 @@
 
     python -m spo.tasks.toy_model FOLDER [standard|hard] [SEED]
 
-takes about a minute of one core and writes a folder that transformers and vLLM load.
+takes about a minute of one core and writes a folder that transformers and vLLM load. That of the difficulty standard is
+shipped, in spo/tasks/data/toy_standard.
 """
 
-import hashlib
 import os
 import random
 import shutil
@@ -20,7 +20,6 @@ import transformers
 from rich.progress import Progress
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from spo.tasks import toy, toy_tokenizer
 from spo.tasks.toy import Difficulty, damage, sample_pair
 from spo.tasks.toy_tokenizer import MAXIMUM_TOKENS, SPECIAL_TOKENS, build_tokenizer, save_tokenizer
 
@@ -61,14 +60,6 @@ def build_reference_model(
     finally:
         torch.set_num_threads(threads)
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def recipe_digest(difficulty: Difficulty = "standard", seed: int = 0) -> str:
-    """Return a digest of everything that decides the weights of pi0: the name to cache them under."""
-    digest = hashlib.sha256(f"{difficulty} {seed} torch {torch.__version__}".encode())
-    for module in (toy, toy_tokenizer, sys.modules[__name__]):
-        digest.update(Path(str(module.__file__)).read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _train(

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from spo.demo.demo import RECIPE_FILE, TASKS, recipe_digest, shipped_model
 from spo.demo.reference_model import cached_reference_model
 from spo.model.folder import inspect_model_folder
 from spo.model.logprobs import load_policy
 from spo.model.tokenizer import encode_prompt, load_tokenizer
 from spo.tasks.problem import Problem
 from spo.tasks.toy import toy_tasks
-from spo.tasks.toy_model import build_reference_model, main, recipe_digest
+from spo.tasks.toy_model import build_reference_model, main
 
 CACHE = Path(__file__).parents[3] / ".spo" / "cache" / "models"
 SAMPLES = 10
@@ -51,6 +52,21 @@ def test_the_recipe_digest_names_difficulty_and_seed() -> None:
     digests = {recipe_digest(), recipe_digest("hard"), recipe_digest(seed=1)}
     assert len(digests) == 3
     assert recipe_digest() in digests
+
+
+def test_pi0_is_shipped_as_the_present_recipe_makes_it(tmp_path: Path) -> None:
+    """Where this fails run `python -m spo.tasks.toy_model` for that folder and write the digest into its recipe.txt."""
+    shipped = TASKS / "data" / "toy_standard"
+    assert (shipped / RECIPE_FILE).read_text().strip() == recipe_digest()
+
+    folder = shipped_model(tmp_path, "standard")
+
+    assert folder is not None
+    assert shipped_model(tmp_path, "standard") == folder == cached_reference_model(tmp_path, "standard", print)
+    assert inspect_model_folder(folder).model_hash == inspect_model_folder(shipped).model_hash
+    assert len(load_tokenizer(folder)) == load_policy(folder, "float32").config.vocab_size
+    assert shipped_model(tmp_path, "hard") is None
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name], "nothing is left of the copying"
 
 
 def test_a_wrong_command_line_prints_the_usage() -> None:
