@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import psutil
 import structlog
@@ -218,6 +218,34 @@ def redacted(value: object, name: str = "") -> object:
     return value
 
 
+class _LogStream:
+    """Standard error, which may be a file on a full disk or a pipe that nobody reads any more.
+
+    A line that cannot be written is lost, and who wrote it goes on: whether there is room for logs decides nothing
+    else. The next line that can be written says how many were lost.
+    """
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+        self._lost = 0
+
+    def write(self, text: str) -> None:
+        try:
+            if self._lost:
+                told = {"event": "lines of the log were lost", "lost": self._lost, "level": "warning"}
+                # On a line of its own: a part of the first that was lost may stand there.
+                sys.stderr.write("\n" + json.dumps({**told, "service": self._service}) + "\n")
+                sys.stderr.flush()
+                self._lost = 0
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except (OSError, ValueError):  # ValueError: it is closed
+            self._lost += 1
+
+    def flush(self) -> None:
+        """Each line is flushed as it is written."""
+
+
 def configure_logs(service: str, level: str = "info", log_format: str = "json") -> None:
     """Set up logging of this process; log_format is "json" or "console"."""
     renderer: Any = (
@@ -234,7 +262,7 @@ def configure_logs(service: str, level: str = "info", log_format: str = "json") 
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _LogStream(service))),
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(service=service)

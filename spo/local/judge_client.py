@@ -24,6 +24,7 @@ import psutil
 from spo.errors import NotFound, NotReady, ResourceExhausted, SpoError, Unreachable
 from spo.local.die_with_parent import bound_to_this_process
 from spo.local.warm_parent import WarmParent, WarmProcess
+from spo.observability import get_logger
 from spo.rpc.client import RpcClient, is_healthy, show_token
 from spo.service.settings import PlatformSettings
 from spo.v1.judge_service_pb2 import (
@@ -89,10 +90,16 @@ class Child:
         return {"name": self.name, "pid": self.pid, "restarts": self.restarts, "address": self.address}
 
     def start(self) -> None:
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._process = self._fork() or self._new_process()
+        """Start it. Where the machine has no process, memory or room for that, `revive` tries again."""
         self._started_at = time.monotonic()
         self._restart_at = None
+        try:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._process = self._fork() or self._new_process()
+        except OSError as error:
+            get_logger("launcher").warning("a service could not be started", child=self.name, error=str(error))
+            self._process = None
+            self._plan_restart(died_fast=True)
 
     def waits_for_libraries(self) -> bool:
         """Whether the process that it will be forked from still loads; start it when that has ended."""
@@ -118,20 +125,22 @@ class Child:
 
         The pause doubles with every death that came soon after the start.
         """
-        if self._process is None or self._process.poll() is None:
-            return False
-        now = time.monotonic()
-        if self._restart_at is None:
-            self.exit_status = self._process.returncode
-            self._kill_group()
-            died_fast = now - self._started_at < FAST_DEATH_SECONDS
-            self.fast_deaths = self.fast_deaths + 1 if died_fast else 0
-            self._restart_at = now + min(LONGEST_BACKOFF_SECONDS, 0.5 * 2**self.fast_deaths)
-        if now < self._restart_at:
+        if self._process is not None:
+            if self._process.poll() is None:
+                return False
+            if self._restart_at is None:
+                self.exit_status = self._process.returncode
+                self._kill_group()
+                self._plan_restart(died_fast=time.monotonic() - self._started_at < FAST_DEATH_SECONDS)
+        if self._restart_at is None or time.monotonic() < self._restart_at:
             return False
         self.start()
         self.restarts += 1
-        return True
+        return self._process is not None
+
+    def _plan_restart(self, *, died_fast: bool) -> None:
+        self.fast_deaths = self.fast_deaths + 1 if died_fast else 0
+        self._restart_at = time.monotonic() + min(LONGEST_BACKOFF_SECONDS, 0.5 * 2**self.fast_deaths)
 
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -331,6 +331,8 @@ class LocalPlatform:
     _replicas: LocalReplicas = field(init=False)
     _warm: WarmParent | None = field(default=None, init=False)
     _held: ExitStack = field(default_factory=ExitStack, init=False)
+    # Whether a state that cannot be written is still to be said, once for each time that it begins.
+    _untold: bool = field(default=True, init=False)
 
     @cached_property
     def _gpus(self) -> list[str]:
@@ -559,8 +561,7 @@ class LocalPlatform:
                     if child.revive():
                         log.warning("restarted", child=child.name, restarts=child.restarts, status=child.exit_status)
                 self._replicas.follow()
-                if (state := self._state()) != written:
-                    write_state(self.state_file, state)
+                if (state := self._state()) != written and self._written(state):
                     written = state
         finally:
             self._stopping.set()
@@ -568,6 +569,18 @@ class LocalPlatform:
             if self._warm and self._warm is not self.warm_parent:
                 self._warm.close()
             self.state_file.unlink(missing_ok=True)
+
+    def _written(self, state: PlatformState) -> bool:
+        """Whether the state is in its file; on a full disk it is written when there is room, and nothing ends."""
+        try:
+            write_state(self.state_file, state)
+        except OSError as error:
+            if self._untold:
+                log.warning("the launcher's state cannot be written", file=str(self.state_file), error=str(error))
+            self._untold = False
+            return False
+        self._untold = True
+        return True
 
     def _stop_children(self) -> None:
         """Services first and all at once, so that they can still write what they hold; Redis last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -212,3 +214,29 @@ def test_each_role_of_a_machine_has_its_own_gpus_as_far_as_there_are(
         assert found.get("CUDA_VISIBLE_DEVICES") == devices
         shares = name.startswith("inference") and devices == expected.get("value-estimation") is not None
         assert ("SPO_INFERENCE_GPU_MEMORY_UTILIZATION" in found) == shares
+
+
+def test_a_service_that_finds_no_room_for_its_log_is_started_when_there_is_some(tmp_path: Path) -> None:
+    child = child_of(SLEEPER, tmp_path / "no-folder-yet")
+    (tmp_path / "no-folder-yet").write_text("in the way of the log's folder")
+    child.start()
+    assert (child.pid, child.is_running()) == (None, False)
+    (tmp_path / "no-folder-yet").unlink()
+    wait_until(child.revive, "the start")
+    try:
+        wait_until(child.is_ready, "it is up")
+    finally:
+        child.stop_by(time.monotonic())
+
+
+def test_a_launcher_whose_folder_is_full_keeps_its_services_and_says_where_they_are_later(
+    tiny_disk: Path, fill_disk: Callable[[], Path], tmp_path: Path
+) -> None:
+    settings = LauncherSettings(http_port=0, runs_path=tiny_disk, start_seconds=60, drain_seconds=1)
+    platform = LocalPlatform("full", tmp_path / "state", settings, warm_parent=None)
+    platform.children = [child_of(SLEEPER, tmp_path)]
+    ballast = fill_disk()
+    assert platform._written(platform._state()) is False
+    ballast.unlink()
+    assert platform._written(platform._state()) is True
+    assert json.loads(platform.state_file.read_text())["name"] == "full"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,3 +134,47 @@ def test_an_adapter_that_finds_no_room_is_refused_by_name_and_saved_when_there_i
     ballast.unlink()
     save("two")
     assert sorted(each.path.name for each in kept.all("t")) == ["one", "two"]
+
+
+TALKS = """
+import sys
+from spo.observability import configure_logs, get_logger
+configure_logs("talker")
+for line in sys.stdin:
+    get_logger("test").info(line.strip(), filler="x" * 5000)
+    print("went on after", line.strip(), flush=True)
+"""
+
+
+def test_a_service_goes_on_while_its_log_finds_no_room_and_says_how_many_lines_were_lost(
+    tiny_disk: Path, fill_disk: Callable[[], Path]
+) -> None:
+    log = tiny_disk / "service.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", TALKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True
+        )
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def say(word: str) -> None:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{word}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == f"went on after {word}\n"
+
+        say("before")
+        ballast = fill_disk()
+        for number in range(8):
+            say(f"full{number}")
+        ballast.unlink()
+        say("after")
+        process.stdin.close()
+        assert process.wait(30) == 0
+    lines = log.read_text().splitlines()
+    # What found no room half way is no document.
+    events = [json.loads(line) for line in lines if re.fullmatch(r'\{"[^{}]*"\}', line)]
+    assert next(event["lost"] for event in events if event["event"] == "lines of the log were lost") >= 6
+    assert [event["event"] for event in events][-1] == "after"
