@@ -279,7 +279,11 @@ class Leadership:
         if not found.leads and found.holder != self.holder and is_dead(found.identity):
             log.warning("the process of the leader is dead; taking over", leader=found.holder, epoch=found.epoch)
             found = self._ask(found.holder)
-        self._reason = f"{found.holder} at {found.address or 'an unknown address'} leads; this one is standby"
+        self._reason = (
+            "this orchestrator leads, but its lease was renewed too late: it answers again after the next renewal"
+            if found.holder == self.holder
+            else f"{found.holder} at {found.address or 'an unknown address'} leads; this one is standby"
+        )
         if found.leads and (not before or found.epoch in (before, before + 1)):
             self.fence, self._renewed_at = LeaderFence(self.holder, found.epoch), asked_at
             if found.epoch != before:

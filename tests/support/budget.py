@@ -105,6 +105,16 @@ def living_seconds(root: int) -> float:
     return sum(seconds[process] for process in seconds if descends(process))
 
 
+# What all tests of a process share and the first that needs it would be charged for.
+_shared_seconds = 0.0
+
+
+def charge_to_nobody(seconds: float) -> None:
+    """Leave CPU seconds of the test that runs out of its cost: of a process that it began and that others use too."""
+    global _shared_seconds
+    _shared_seconds += seconds
+
+
 class Costs:
     """The CPU seconds of one test after the other."""
 
@@ -122,7 +132,9 @@ class Costs:
         # Those that ended are no longer among the living.
         if ended > self._ended or time.monotonic() - self._since > SCANNED_AFTER_SECONDS:
             living = living_seconds(os.getpid())
-        cost = own + ended + living - self._own - self._ended - self._living
+        global _shared_seconds
+        shared, _shared_seconds = _shared_seconds, 0.0
+        cost = own + ended + living - self._own - self._ended - self._living - shared
         self._own, self._ended, self._living, self._since = own, ended, living, time.monotonic()
         return max(0.0, cost)
 
@@ -142,6 +154,10 @@ class Budget:
     def __init__(self) -> None:
         self._costs = Costs()
         self._longest: dict[str, float] = {}
+
+    def pytest_collection_finish(self) -> None:
+        """What it takes to find the tests is not the first one's."""
+        self._costs.next()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:

@@ -13,29 +13,36 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+import psutil
+
 from spo.local.launcher import WARM_MODULES
 from spo.local.warm_parent import WarmParent, WarmProcess
 from spo.testing.peers import wait_until
+from tests.support.budget import charge_to_nobody
 
 LOADED_SECONDS = 240
 
 
 @cache
 def warm_parent() -> WarmParent:
-    """The one of this process, begun at first use. Call it from the thread that runs the tests."""
+    """The one of this process, begun at first use, ready. Call it from the thread that runs the tests."""
     folder = Path(tempfile.mkdtemp(prefix="spo-warm-"))
     threads = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
     modules = tuple(module for service in WARM_MODULES.values() for module in service)
     parent = WarmParent(modules, {**os.environ, **threads}, folder / "warm-parent.log")
     parent.begin()
     atexit.register(parent.close)
+    wait_until(lambda: parent.is_ready() or parent.is_gone(), "the services' libraries are loaded", LOADED_SECONDS)
+    assert parent.pid is not None
+    if not parent.is_gone():
+        times = psutil.Process(parent.pid).cpu_times()
+        charge_to_nobody(times.user + times.system)
     return parent
 
 
 def start_warm(module: str, environment: Mapping[str, str], log_path: Path) -> WarmProcess:
     """`python -m module` with this environment and no other; its output is appended to log_path."""
     parent = warm_parent()
-    wait_until(lambda: parent.is_ready() or parent.is_gone(), "the services' libraries are loaded", LOADED_SECONDS)
     process = parent.start(module, environment, log_path)
     assert process is not None, "the libraries' process has ended, its log says why"
     return process
