@@ -26,6 +26,8 @@ OF_A_DAY: dict[str, tuple[str, ...]] = {
     "live/test_live_command_line.py": ("spo/cli",),
     "live/test_live_sight.py": ("spo/observability.py", "services/orchestrator/monitor.py"),
     "live/test_notebook.py": ("docs/examples", "spo/client"),
+    "live/test_first_job.py": ("docs/tutorials/first_job.md",),
+    "test_readme.py": ("README.md",),
 }
 TODAY = sampled(list(OF_A_DAY), 3, OF_A_DAY.__getitem__)
 # A short run: what is looked at is the platform, not what is learnt.

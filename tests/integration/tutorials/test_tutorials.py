@@ -1,14 +1,13 @@
 """The tutorials of the day, run from their text: each `bash` and `python` block in its order, in a folder per tutorial.
 
-What they submit is accepted by a really served orchestrator; no job trains here, which is what tests/e2e is for.
+What they submit is accepted by a really served orchestrator; no job trains here: the tutorials whose jobs do are run in
+tests/e2e/live.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -19,35 +18,13 @@ import pytest
 from services.orchestrator.container import AppContext
 from spo.testing.runs import write_model_without_weights
 from tests.support.budget import sampled
+from tests.support.tutorials import FOLDER, TIMES, TRAINING, blocks, run_tutorial
 
-ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "docs" / "tutorials"
 TUTORIALS = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
-FENCE = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECONDS = 300
-TIMES = "times_of_blocks"
 CLOCK = re.compile(r"(\d+)m([\d.]+)s")
 SAID = re.compile(r"^Processor time of (?:the blocks above, in their order|the block above): (.*) s$", re.MULTILINE)
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "intermediate_size": 128, "num_key_value_heads": 2}
-# The blocks are as people type them; `spo` is the one of this tree.
-PRELUDE = f"""set -euo pipefail
-spo() {{ "{sys.executable}" -m spo.cli "$@"; }}
-python() {{ "{sys.executable}" "$@"; }}
-"""
-
-
-def blocks(name: str) -> list[tuple[str, str]]:
-    """The blocks of a tutorial that are run: language and text."""
-    return FENCE.findall((FOLDER / f"{name}.md").read_text())
-
-
-def script(name: str, url: str) -> str:
-    """The whole tutorial as one script; a block of Python is a program of its own."""
-    parts = [PRELUDE]
-    for language, text in blocks(name):
-        parts.append(text if language == "bash" else f"python - <<'PROGRAM'\napi = {url!r}\n{text}PROGRAM\n")
-    # `times` of a shell's children, before and after each block.
-    return f"times >> {TIMES}\n".join([*parts, ""])
 
 
 def seconds_of_blocks(text: str) -> list[float]:
@@ -86,24 +63,13 @@ def _children_seconds() -> float:
 @pytest.mark.slow
 def test_tutorials_do_what_they_say(url: str, tmp_path: Path) -> None:
     failed, before = {}, _children_seconds()
-    for name in sampled(TUTORIALS, 3, lambda name: [f"docs/tutorials/{name}.md"]):
+    for name in sampled(
+        [name for name in TUTORIALS if name not in TRAINING], 3, lambda name: [f"docs/tutorials/{name}.md"]
+    ):
         place = tmp_path / name
         place.mkdir()
         write_model_without_weights(place / "pi0", **SIZES)
-        environment = {
-            **{known: os.environ[known] for known in ("PATH", "HOME", "TMPDIR") if known in os.environ},
-            **{"PYTHONPATH": str(ROOT), "SPO_API_URL": url, "NO_COLOR": "1", "COLUMNS": "200", "LC_ALL": "C.UTF-8"},
-            **{"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"},
-        }
-        done = subprocess.run(
-            ["bash", "-c", script(name, url)],
-            cwd=place,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        done = run_tutorial(name, url, place, SECONDS)
         spent, before = _children_seconds() - before, _children_seconds()
         # The figures of docs/tutorials/index.md, and of the pages.
         print(f"{name}: {spent:.0f} CPU seconds")
