@@ -102,6 +102,8 @@ document.body.addEventListener("htmx:oobAfterSwap", () => {
 // Rows that are fetched again keep which of them were chosen.
 let chosen = [];
 document.body.addEventListener("htmx:beforeSwap", (event) => {
+  // An answer of the API is data, with names and texts that anybody wrote: it is read above and never made into a page.
+  if (!(event.detail.xhr.getResponseHeader("Content-Type") || "").startsWith("text/html")) event.detail.shouldSwap = false;
   if (!("keepsChoice" in event.detail.target.dataset)) return;
   chosen = [...event.detail.target.querySelectorAll("input:checked")].map((box) => box.id);
 });
