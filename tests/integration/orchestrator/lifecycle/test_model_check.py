@@ -113,6 +113,7 @@ def test_a_system_prompt_counts_among_the_prompts_tokens(
     assert "have more than 4 tokens" in found["/model/max_prompt_tokens"]
 
 
+@pytest.mark.cpu_seconds(120)  # the parsers of the engine are loaded in a process for each question
 def test_a_tool_parser_that_does_not_read_what_the_template_writes_is_refused_by_its_field(
     context: AppContext, document: Document, tmp_path: Path
 ) -> None:
