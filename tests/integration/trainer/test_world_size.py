@@ -63,6 +63,7 @@ def steps(ranks: Ranks, tiny_model_path: Path, tmp_path_factory: pytest.TempPath
     return found
 
 
+@pytest.mark.cpu_seconds(150)  # the first one starts two ranks for all of them
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("way", ["one-two", "two-one"])
