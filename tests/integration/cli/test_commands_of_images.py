@@ -103,7 +103,6 @@ def test_a_command_whose_package_is_not_there_names_it(image: tuple[str, dict[st
     needs = {
         "up --name none": "",
         "demo": "",
-        "toy-model": "torch",
         "toy-model --hard made": "torch",
         "real-demo": "",
         "demo-loop": "",
