@@ -29,7 +29,7 @@ OF_A_DAY: dict[str, tuple[str, ...]] = {
     "live/test_first_job.py": ("docs/tutorials/first_job.md",),
     "test_readme.py": ("README.md",),
 }
-TODAY = sampled(list(OF_A_DAY), 3, OF_A_DAY.__getitem__)
+TODAY = sampled(list(OF_A_DAY), 2, OF_A_DAY.__getitem__)
 # A short run: what is looked at is the platform, not what is learnt.
 SHORT: dict[str, dict[str, Any]] = {
     "tasks": {"train_problems": 8, "evaluation_problems": 4},

@@ -27,7 +27,7 @@ LEARNING: dict[str, tuple[str, ...]] = {
     "lora": (f"{RECIPES}/lora.yaml", "services/trainer/weights.py", "services/inference/weights.py"),
     "retry": (f"{RECIPES}/retry.yaml", "services/inference/episodes.py", "services/verifier"),
 }
-TODAY = sampled(list(LEARNING), 2, LEARNING.__getitem__)
+TODAY = sampled(list(LEARNING), 1, LEARNING.__getitem__)
 
 
 def on_its_day(name: str) -> pytest.MarkDecorator:
