@@ -17,6 +17,8 @@ import pytest
 import redis
 import structlog
 
+from spo.messaging.connection import open_server
+
 pytest_plugins = ["tests.support.budget"]
 
 PLATFORMS = "platforms"
@@ -100,7 +102,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def redis_client(redis_server: str) -> Iterator[redis.Redis]:
     """A client on an empty database."""
-    client = redis.Redis.from_url(redis_server)
+    client = open_server(redis_server)
     client.flushall()
     yield client
     client.close()

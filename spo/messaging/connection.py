@@ -49,6 +49,9 @@ def unless_away(lost: str, **facts: str) -> Iterator[None]:
 
 
 OPERATION_TIMEOUT_SECONDS = 30.0
+# Of one client. The threads of a process bound it, hundreds where trainers or streams wait; redis-py's own bound of 100
+# is an error at once and no wait. `max_connections` in a URL goes first.
+MOST_CONNECTIONS = 4096
 TELL_SECONDS = 5.0
 OLDEST_REDIS = (7, 2)
 NO_EVICTION = "noeviction"
@@ -89,10 +92,11 @@ def open_server(url: str, **settings: float) -> redis.Redis:
     """A client that has not called the server yet. Raises InvalidInput (code "bad_redis_url")."""
     place = parse_redis_url(url)
     if not place.sentinels:
-        return redis.Redis.from_url(url, **settings)
+        return redis.Redis.from_url(url, max_connections=MOST_CONNECTIONS, **settings)
+    bound = {"max_connections": MOST_CONNECTIONS}
     # Without types in redis-py.
     sentinels: Any = cast(Any, Sentinels)(place.sentinels, sentinel_kwargs=place.sentinel_options)
-    return cast(redis.Redis, sentinels.master_for(place.service, **{**settings, **place.options}))
+    return cast(redis.Redis, sentinels.master_for(place.service, **{**bound, **settings, **place.options}))
 
 
 @asynccontextmanager
@@ -100,12 +104,13 @@ async def open_async_server(url: str) -> AsyncIterator[redis.asyncio.Redis]:
     """The same for asyncio; closed in the end."""
     place = parse_redis_url(url)
     if not place.sentinels:
-        async with redis.asyncio.Redis.from_url(url) as client:
+        async with redis.asyncio.Redis.from_url(url, max_connections=MOST_CONNECTIONS) as client:
             yield client
         return
     sentinels: Any = cast(Any, AsyncSentinels)(place.sentinels, sentinel_kwargs=place.sentinel_options)
     try:
-        async with sentinels.master_for(place.service, **place.options) as client:
+        options = {"max_connections": MOST_CONNECTIONS, **place.options}
+        async with sentinels.master_for(place.service, **options) as client:
             yield client
     finally:
         for sentinel in sentinels.sentinels:

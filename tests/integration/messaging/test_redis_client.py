@@ -6,12 +6,13 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 
 from spo.messaging import redis_client as facade
-from spo.messaging.connection import open_client
+from spo.messaging.connection import open_client, open_server
 from spo.messaging.redis_client import RedisClient, RedisPipeline
 
 Call = Callable[[RedisClient], object]
@@ -238,3 +239,10 @@ def test_a_lock_has_one_holder(filled: RedisClient) -> None:
 )
 def test_a_reply_of_another_type_is_noticed(value: object, annotation: object) -> None:
     assert not conforms(value, annotation)
+
+
+def test_as_many_threads_as_wait_have_a_connection_each(redis_server: str) -> None:
+    client = open_server(redis_server)
+    with ThreadPoolExecutor(200) as threads:
+        waiting = [threads.submit(client.blpop, ["nothing"], 1) for _ in range(200)]
+        assert {each.result() for each in waiting} == {None}
