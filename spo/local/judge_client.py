@@ -173,6 +173,8 @@ class Child:
         if self._process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+            # A fork has a group of its own a moment after it has begun.
+            self._process.kill()
 
 
 class PlatformState(TypedDict):

@@ -446,6 +446,8 @@ class LocalPlatform:
             if child.name == REDIS and "append only file" in child.last_log_lines():
                 lines.append("the append-only file of Redis is damaged: `spo platform repair-redis` says more")
             status = f"exit status {child.exit_status}" if child.exit_status is not None else "still starting"
+            if child.warm_parent and child.waits_for_libraries():
+                status = f"its libraries are still being loaded, {child.warm_parent.log_path}"
             lines.append(f"--- {child.name} at {child.address} ({status}), {child.log_path}:\n{child.last_log_lines()}")
         return "\n".join(lines)
 

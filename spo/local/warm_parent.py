@@ -53,7 +53,7 @@ class WarmParent:
         """modules: what it loads. environment: its own; what libraries read while they are loaded holds for all."""
         self._modules = modules
         self._environment = {**environment, **WITHOUT_THREADS}
-        self._log_path = log_path
+        self.log_path = log_path
         self._ends: dict[int, int] = {}
         self._lock = threading.Lock()
         self._ready = False
@@ -63,9 +63,9 @@ class WarmParent:
 
     def begin(self) -> None:
         """Start to load, from a thread that lives as long as forks are needed: the kernel ends them with it."""
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "spo.local.warm_parent", str(self._theirs.fileno()), *self._modules]
-        with self._theirs, self._log_path.open("ab") as log:
+        with self._theirs, self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 bound_to_this_process(command),
                 env=self._environment,
@@ -99,9 +99,9 @@ class WarmParent:
                 return None
             try:
                 self._socket.send(json.dumps(order).encode())
-                pid = self._pid_of_fork(time.monotonic() + FORK_SECONDS)
-            except OSError:
-                pid = None
+            except OSError:  # it has just ended, or the order is too large for one message
+                return None
+            pid = self._pid_of_fork(time.monotonic() + FORK_SECONDS)
             if pid is None:  # it may yet fork, and nobody would know the child
                 self._kill()
                 return None
@@ -119,6 +119,7 @@ class WarmParent:
         """End it, and with it whatever still runs of its forks."""
         self._kill()
         self._socket.close()
+        self._theirs.close()
 
     def _kill(self) -> None:
         if self._process is not None:

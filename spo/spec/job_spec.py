@@ -310,8 +310,8 @@ def episodes_of_agents_are_learned_from(spec: JobSpec) -> Iterator[Violation]:
         yield "replay/mix", "with tasks.harness all trajectories are online: episodes that agents have played"
     if spec.tasks.evaluation_problems or spec.tasks.evaluation_path:
         yield "tasks/evaluation_problems", "evaluations sample single responses: 0 with tasks.harness"
-    if any(term.needs("critic") for term in spec.algorithm.losses):
-        yield "algorithm/losses", "a critic's returns run along one path, and an episode has branches: not with ppo"
+    if spec.tasks.harness.branches == "all" and any(term.needs("critic") for term in spec.algorithm.losses):
+        yield "algorithm/losses", "a critic's returns run along one path: with ppo tasks.harness.branches is main"
     yield from _faults_of_branches(spec, spec.tasks.harness)
 
 

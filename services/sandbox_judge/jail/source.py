@@ -81,8 +81,14 @@ class Source:
         """The lines of all assertions that may fail."""
         found = []
         for node in self._nodes:
-            if (isinstance(node, ast.Assert) and not _is_constant(node.test)) or _called(node).startswith(_ASSERTING):
-                found.append(node.end_lineno or node.lineno)  # type: ignore[attr-defined]
+            if isinstance(node, ast.Assert):
+                may_fail = not _is_constant(node.test)
+            elif isinstance(node, ast.Call):
+                may_fail = _called(node).startswith(_ASSERTING)
+            else:
+                continue
+            if may_fail:
+                found.append(node.end_lineno or node.lineno)
         return found
 
     def _is_behind(self, entry: TracebackType, *, standing: bool) -> bool:

@@ -33,7 +33,7 @@ from tests.integration.orchestrator.serving.conftest import KEY, Counter
 from tests.integration.orchestrator.serving.test_agent_sessions import written
 
 HARNESS: dict[str, Any] = {"name": "guess", "max_calls": 5}
-PLAYED = {
+PLAYED: dict[str, Any] = {
     "tasks": {"train_problems": 6, "evaluation_problems": 0, "harness": HARNESS},
     "value": None,
     "algorithm": {"losses": [{"objective": "group_centred_squared"}]},
@@ -59,7 +59,7 @@ class Played:
 
     def __init__(self, counter: Counter, **harness: object) -> None:
         self.counter, self.context = counter, counter.context
-        tasks = {**PLAYED["tasks"], "harness": {**HARNESS, **harness}}  # type: ignore[dict-item]
+        tasks = {**PLAYED["tasks"], "harness": {**HARNESS, **harness}}
         model = {"path": "/models/pi0", "max_prompt_tokens": 64, "max_response_tokens": 256}
         self.job_id = self.context.jobs.submit(toy_spec({**PLAYED, "model": model, "tasks": tasks}))
         for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
@@ -291,19 +291,19 @@ def test_pools_rooms_and_rewards_are_the_jobs(played: Played) -> None:
     ("changed", "pointer"),
     [
         ({"value": {}}, "/value"),
-        ({"tasks": {**PLAYED["tasks"], "evaluation_problems": 3}}, "/tasks/evaluation_problems"),  # type: ignore[dict-item]
-        ({"tasks": {**PLAYED["tasks"], "environment": {"name": "python"}}}, "/tasks/harness"),  # type: ignore[dict-item]
+        ({"tasks": {**PLAYED["tasks"], "evaluation_problems": 3}}, "/tasks/evaluation_problems"),
+        ({"tasks": {**PLAYED["tasks"], "environment": {"name": "python"}}}, "/tasks/harness"),
         ({"replay": {"mix": [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]}}, "/replay/mix"),
         (
             {"algorithm": {"losses": [{"objective": "ppo"}], "critic": {"learning_rate": 1e-3}}},
             "/algorithm/losses",
         ),
         (
-            {"tasks": {**PLAYED["tasks"], "harness": {**HARNESS, "max_episode_tokens": 9}}},  # type: ignore[dict-item]
+            {"tasks": {**PLAYED["tasks"], "harness": {**HARNESS, "max_episode_tokens": 9}}},
             "/tasks/harness/max_episode_tokens",
         ),
         (
-            {"tasks": {**PLAYED["tasks"], "harness": {**HARNESS, "max_episode_tokens": 900_000}}},  # type: ignore[dict-item]
+            {"tasks": {**PLAYED["tasks"], "harness": {**HARNESS, "max_episode_tokens": 900_000}}},
             "/trainer/max_tokens_per_micro_batch",
         ),
     ],
@@ -312,6 +312,16 @@ def test_a_job_that_agents_cannot_play_is_refused(changed: dict[str, Any], point
     with pytest.raises(InvalidInput) as refused:
         toy_spec({**PLAYED, "model": {"path": "/models/pi0"}, **changed})
     assert pointer in [each.pointer for each in refused.value.violations]
+
+
+def test_a_critic_learns_of_episodes_of_which_one_path_is_trained_on() -> None:
+    tasks = {**PLAYED["tasks"], "harness": {**HARNESS, "branches": "main"}}
+    algorithm = {"losses": [{"objective": "ppo"}], "critic": {"learning_rate": 1e-3}}
+    rollout = {"temperature": 1.0, "top_p": 1.0}
+    changed = {"tasks": tasks, "algorithm": algorithm, "rollout": rollout}
+    spec = toy_spec({**PLAYED, "model": {"path": "/models/pi0"}, **changed})
+    assert spec.tasks.harness is not None
+    assert spec.tasks.harness.branches == "main"
 
 
 def test_an_episode_of_several_branches_is_one_trajectory_that_trains_each_sampled_token_once(
