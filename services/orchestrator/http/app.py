@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 import uvicorn
@@ -213,30 +214,22 @@ for pages in _PAGES:
     pages_router.include_router(pages)
 
 
-def create_app(context: AppContext) -> FastAPI:
-    """The application; live events have their own asyncio connections to Redis."""
+@cache
+def _described() -> FastAPI:
+    """Every route and the document of them, which no context changes.
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with open_async_server(context.settings.redis_url) as client:
-            app.state.live = LiveEvents(client, context.jobs, context.stop)
-            app.state.checks = threads_for_checks()
-            yield
-            await app.state.live.close()
-
+    Made once in a process: it takes most of a second to look at all signatures.
+    """
     app = FastAPI(
         title="SPO orchestrator",
         version=platform_version(),
         description="Soft Policy Optimization (Cohen et al., 2025): submit, watch and steer post-training jobs.",
-        lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         # The names of functions: what generated clients call their own.
         generate_unique_id_function=lambda route: route.name,
         responses={"default": {"description": "RFC 9457 problem"}},
     )
-    app.state.context = context
-    errors.install(app)
     for routes in (
         jobs_router,
         events_router,
@@ -266,8 +259,28 @@ def create_app(context: AppContext) -> FastAPI:
         app.include_router(routes)
     app.include_router(deletions)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.add_middleware(RequestMiddleware, context=context)
     describe(app)
+    return app
+
+
+def create_app(context: AppContext) -> FastAPI:
+    """The application; live events have their own asyncio connections to Redis."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with open_async_server(context.settings.redis_url) as client:
+            app.state.live = LiveEvents(client, context.jobs, context.stop)
+            app.state.checks = threads_for_checks()
+            yield
+            await app.state.live.close()
+
+    described = _described()
+    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app.router.routes.extend(described.router.routes)
+    app.openapi = described.openapi  # type: ignore[method-assign]
+    app.state.context = context
+    errors.install(app)
+    app.add_middleware(RequestMiddleware, context=context)
     return app
 
 
