@@ -19,7 +19,7 @@ import structlog
 
 from spo.messaging.connection import open_server
 
-pytest_plugins = ["tests.support.budget"]
+pytest_plugins = ["tests.support.budget", "tests.support.of_a_day"]
 
 PLATFORMS = "platforms"
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from tests.e2e.conftest import OF_A_DAY, TODAY
-from tests.support import budget
+from tests.support import budget, of_a_day
 from tests.support.budget import ALL, DAY, Costs, sampled
+from tests.support.of_a_day import LONG, PLATFORMS
 
 ROOT = Path(__file__).parents[3]
 ROWS = [f"row {number}" for number in range(20)]
@@ -72,8 +73,37 @@ def test_a_test_over_its_budget_fails_and_the_longest_are_named(tmp_path: Path) 
     assert "s  test_burns.py::test_within" in ran.stdout
 
 
-def test_what_platforms_a_day_chooses_from_is_there() -> None:
-    tests = ROOT / "tests" / "e2e"
-    assert [name for name in OF_A_DAY if not (tests / name).exists()] == []
-    assert [path for paths in OF_A_DAY.values() for path in paths if not (ROOT / path).exists()] == []
-    assert len(TODAY) >= 2
+def test_what_a_day_chooses_from_is_there() -> None:
+    tables = {**PLATFORMS, **LONG}
+    sources = {path for paths in tables.values() for path in paths}
+    lost = [
+        name for name in LONG if f"def {name.partition('::')[2]}(" not in (ROOT / name.partition("::")[0]).read_text()
+    ]
+
+    assert [path for path in {*PLATFORMS, *sources} if not (ROOT / path).exists()] == []
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run"),
+    [
+        (["tests"], ["a.py::test_of_the_day[1]", "a.py::test_short", "tests/e2e/today.py::test_it"]),
+        (
+            ["tests/integration/a.py::test_left_out"],
+            ["a.py::test_of_the_day[1]", "a.py::test_left_out", "a.py::test_short", "tests/e2e/today.py::test_it"],
+        ),
+    ],
+)
+def test_a_run_takes_the_long_tests_of_the_day_and_those_that_are_named(
+    arguments: list[str], run: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_a_day, "LONG", {"a.py::test_of_the_day": (), "a.py::test_left_out": ()})
+    monkeypatch.setattr(of_a_day, "PLATFORMS", {"tests/e2e/today.py": (), "tests/e2e/tomorrow.py": ()})
+    monkeypatch.setattr(of_a_day, "CHOSEN", {"a.py::test_of_the_day", "tests/e2e/today.py"})
+    names = ["a.py::test_of_the_day[1]", "a.py::test_left_out", "a.py::test_short"]
+    names += ["tests/e2e/today.py::test_it", "tests/e2e/tomorrow.py::test_it"]
+    items = [Mock(nodeid=name, path=Path(name.partition("::")[0])) for name in names]
+
+    of_a_day.pytest_collection_modifyitems(Mock(args=arguments), items)
+
+    assert [item.nodeid for item in items if not item.add_marker.called] == run
