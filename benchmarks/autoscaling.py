@@ -22,8 +22,7 @@ import yaml
 from benchmarks.frame import Row, run, within
 from benchmarks.peers.pipeline import redis_server
 from benchmarks.peers.simulated_cluster import SimulatedCluster, SimulatedJob
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.observability import configure_logs
 
 CHART = Path(__file__).parent.parent / "helm" / "spo" / "values.yaml"

@@ -27,8 +27,7 @@ from services.inference.settings import Settings
 from spo import redis_keys
 from spo.local.launcher import free_ports, server_command
 from spo.messaging import streams
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.model.tokenizer import encode_prompt, load_tokenizer
 from spo.observability import configure_logs
 from spo.spec.job_spec import spec_to_json

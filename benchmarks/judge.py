@@ -27,8 +27,7 @@ from services.sandbox_judge.sandbox_worker import Role, SandboxWorker
 from services.sandbox_judge.settings import IsolationTier, Settings
 from services.sandbox_judge.stage import JudgeScheduler
 from spo.local.launcher import server_command
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Outcome

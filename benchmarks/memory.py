@@ -17,8 +17,7 @@ from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import report_writes
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.spec.job_spec import parse_job_spec, spec_to_json
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory

@@ -30,8 +30,7 @@ from services.replay_buffer.store import ReplayStore
 from services.replay_buffer.windows import Candidate
 from spo import redis_keys
 from spo.local.launcher import server_command
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec, spec_to_json

@@ -33,8 +33,7 @@ from benchmarks.peers.pipeline import (
 )
 from services.replay_buffer.windows import Limiter, LiveCounts
 from spo import redis_keys
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.rpc.pools import TIME_BYTES
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.testing.peers import wait_until

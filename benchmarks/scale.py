@@ -30,8 +30,7 @@ from benchmarks.peers.pipeline import (
     running_job,
 )
 from spo import redis_keys
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.rpc.client import RpcClient
 from spo.rpc.pools import TIME_BYTES
 from spo.testing.peers import wait_until

@@ -35,8 +35,7 @@ from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.experience.store import ExperienceStore
 from spo.local.launcher import server_command
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.spec.job_spec import spec_to_json
 from spo.testing.runs import toy_spec
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, Prompt

@@ -32,8 +32,7 @@ from services.replay_buffer.service import ReplayService
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import NotReady
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.messaging.streams import Consumer, Entry
 from spo.observability import configure_logs
 from spo.spec.job_spec import JobSpec, parse_job_spec

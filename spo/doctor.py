@@ -23,8 +23,7 @@ from spo.console import Output, console, print_document
 from spo.errors import SpoError
 from spo.local.judge_client import PlatformState, running_platforms
 from spo.local.launcher import LauncherSettings
-from spo.messaging.connection import NO_EVICTION, OLDEST_REDIS, connect, public_address, version_number
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import NO_EVICTION, OLDEST_REDIS, RedisClient, connect, public_address, version_number
 from spo.service.settings import PlatformSettings
 
 CONSTRAINTS = Path(__file__).parents[1] / "constraints"

@@ -17,7 +17,7 @@ import pytest
 import redis
 import structlog
 
-from spo.messaging.connection import open_server
+from spo.messaging.redis_client import open_server
 
 pytest_plugins = ["tests.support.budget", "tests.support.of_a_day"]
 

@@ -18,8 +18,7 @@ from typing import Any
 import httpx
 
 from spo.local.launcher import server_command
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.testing.runs import write_model_without_weights
 
 KEY = "the-key-of-the-benchmark"

@@ -20,8 +20,7 @@ import psutil
 from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.local.launcher import server_command
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.messaging.streams import Consumer
 from spo.rpc.client import is_healthy
 from spo.rpc.server import RpcServer

@@ -20,7 +20,7 @@ from typing import Any
 from spo import redis_keys
 from spo.errors import SpoError
 from spo.messaging import streams
-from spo.messaging.connection import open_client
+from spo.messaging.redis_client import open_client
 from spo.rpc.client import RpcClient
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub

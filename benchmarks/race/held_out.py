@@ -22,7 +22,7 @@ from services.orchestrator.jobs import seed_of
 from spo.algorithm.values import ProblemCounts, mean_pass_at_k
 from spo.model.tokenizer import decode_response, encode_prompt, load_tokenizer
 from spo.rpc.client import RpcClient
-from spo.spec.sections import EvaluationSpec
+from spo.spec.section import EvaluationSpec
 from spo.tasks.problem import Problem, extract_program
 from spo.v1.judge_service_pb2 import PRIORITY_EVALUATION, JudgeRequest, JudgeResponse, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub

@@ -19,7 +19,7 @@ from spo.errors import InvalidInput
 from spo.model.logprobs import load_policy, response_logprobs, token_logprobs
 from spo.model.tokenizer import decode_response, encode_prompt, load_tokenizer
 from spo.spec.job_spec import JobSpec
-from spo.spec.sections import learning_rate_at
+from spo.spec.section import learning_rate_at
 from spo.tasks.problem import Problem, TaskSets
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory

@@ -19,7 +19,7 @@ from services.trainer.batches import TrainingSample
 from spo.algorithm.replay_sampling import draw_ranks, exact_counts
 from spo.reproduce.plan import FULL, merged, runs
 from spo.spec.job_spec import JobSpec, parse_job_spec
-from spo.spec.sections import PAPER_BETA
+from spo.spec.section import PAPER_BETA
 from spo.v1.trajectory_pb2 import Trajectory
 
 SETTING = "hard"

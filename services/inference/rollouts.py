@@ -20,9 +20,15 @@ from transformers import PreTrainedTokenizerBase
 
 from services.inference.engine import Sample
 from services.inference.engine_thread import EngineDeaths, SampleGroup, sampling_of
-from services.inference.episodes import StartedEpisodes, start_episodes
+from services.inference.episodes import (
+    TOKENIZER,
+    StartedEpisodes,
+    end_token_ids,
+    prompt_tokens,
+    sample_requests,
+    start_episodes,
+)
 from services.inference.replica import ServingReplica
-from services.inference.sampling import TOKENIZER, end_token_ids, prompt_tokens, sample_requests
 from services.inference.settings import Settings
 from spo import observability, redis_keys
 from spo.errors import InvalidInput, SpoError, Unreachable

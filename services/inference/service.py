@@ -21,18 +21,16 @@ import grpc
 
 from services.inference.engine import Sample, SampledPart, SampleRequest, ServedSampling, ShownToken
 from services.inference.engine_thread import EngineDeaths, SampleGroup, sampling_of
-from services.inference.episodes import StartedEpisodes
+from services.inference.episodes import TOKENIZER, StartedEpisodes, end_token_ids
 from services.inference.replica import Assignment, ServingReplica, engine_spec_of
 from services.inference.rollouts import StartedGroup, start_group
-from services.inference.sampling import TOKENIZER, end_token_ids
 from spo import observability, redis_keys
 from spo.errors import InvalidInput, NotReady, PreconditionFailed, ResourceExhausted, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import run_tenant
 from spo.model.tokenizer import encode_chat, encode_following, encode_text, opens_reasoning
 from spo.model.tool_calls import AnswerReader, Constraint
-from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
-from spo.rpc.long_calls import Parts
+from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, Parts
 from spo.rpc.server import ANSWERING_THREADS
 from spo.spec.job_spec import spec_from_json
 from spo.v1 import inference_service_pb2 as inference, inference_service_pb2 as wire

@@ -10,7 +10,7 @@ from services.orchestrator.http.app import HttpServer, freeze_gc
 from services.orchestrator.recovery import require_append_only_file
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
-from spo.messaging.connection import public_address
+from spo.messaging.redis_client import public_address
 from spo.service.process import ServiceProcess, join_platform
 from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
 

@@ -45,8 +45,7 @@ from spo.spec.plan import (
     unlearned_shares,
     value_warnings,
 )
-from spo.spec.section import TERMINAL
-from spo.spec.sections import LEAST_OF_ADAPTERS, LIVING_NATS_PER_TOKEN, AlgorithmSpec
+from spo.spec.section import LEAST_OF_ADAPTERS, LIVING_NATS_PER_TOKEN, TERMINAL, AlgorithmSpec
 from spo.spec.tasks import HttpVerifier, ModelVerifier, verifiers_in
 from spo.tasks.problem import Problem, TaskSets
 

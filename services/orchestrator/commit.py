@@ -27,8 +27,7 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
-from spo.messaging.connection import as_spo_error, unless_away
-from spo.messaging.redis_client import RedisClient, RedisPipeline
+from spo.messaging.redis_client import RedisClient, RedisPipeline, as_spo_error, unless_away
 from spo.observability import get_logger
 from spo.spec.section import JobState
 

@@ -34,8 +34,7 @@ from spo.experience.imports import (
 from spo.experience.store import ExperienceStore, Origin
 from spo.model.chat import trained_tokens
 from spo.observability import get_logger
-from spo.rpc.client import RpcClient, samples_per_message
-from spo.rpc.long_calls import generate, judge
+from spo.rpc.client import RpcClient, generate, judge, samples_per_message
 from spo.rpc.pools import JudgePools
 from spo.spec.job_spec import EvaluationSpec, JobSpec
 from spo.spec.reward import require_decided, reward_of

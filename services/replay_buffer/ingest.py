@@ -20,14 +20,13 @@ from typing import NamedTuple
 
 import redis
 
-from services.replay_buffer.admission import check_judged, check_live, check_scored, split_by
 from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.sampling_index import FOLLOWED_POSITION
-from services.replay_buffer.store import ReplayStore, StorageMonitor
+from services.replay_buffer.store import ReplayStore, StorageMonitor, check_judged, check_live, check_scored, split_by
 from services.replay_buffer.windows import Limiter, read_fact
 from spo import observability, redis_keys
 from spo.errors import IntegrityError, InvalidInput, NotReady, SpoError
-from spo.messaging.connection import as_spo_error, refuses_writes
+from spo.messaging.redis_client import as_spo_error, refuses_writes
 from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
 from spo.observability import get_logger
 from spo.rpc.client import RpcClient, UnknownMethod, chunks_by_bytes

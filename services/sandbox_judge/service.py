@@ -12,8 +12,7 @@ from services.sandbox_judge.program_judge import OUTPUT_BYTES, Cancelled, JudgeO
 from services.sandbox_judge.stage import Batch, JudgeScheduler
 from services.sandbox_judge.test_set_store import tests_in
 from spo.errors import FieldViolation, InvalidInput, NotReady
-from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
-from spo.rpc.long_calls import judged_parts
+from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, judged_parts
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
 

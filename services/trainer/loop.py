@@ -48,7 +48,7 @@ from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.service.process import ServiceProcess
 from spo.spec.job_spec import JobSpec, spec_from_json
-from spo.spec.sections import learning_rate_at
+from spo.spec.section import learning_rate_at
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest, LeaseJobResponse
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub

@@ -17,8 +17,7 @@ def main() -> int:
     # Imported late: probes are answered while these take their time.
     from services.value_estimation.reference import Policies, References
     from services.value_estimation.samples import connect_clients
-    from services.value_estimation.service import ValueService
-    from services.value_estimation.token_values import TokenValuer
+    from services.value_estimation.service import TokenValuer, ValueService
     from services.value_estimation.workers import PivotalWorker, ValueWorker
 
     client = process.hold_state(join_platform(settings))

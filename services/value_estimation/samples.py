@@ -28,8 +28,7 @@ from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import run_tenant
 from spo.model.chat import reasoning_characters, segment_faults, turns
 from spo.observability import get_logger
-from spo.rpc.client import Answer, RpcClient, chunks_by_bytes
-from spo.rpc.long_calls import generate, judge
+from spo.rpc.client import Answer, RpcClient, chunks_by_bytes, generate, judge
 from spo.rpc.pools import InferenceClient, JudgePools
 from spo.spec.job_spec import JobSpec, RewardSpec
 from spo.spec.reward import is_success, needs_all_tests, require_decided, reward_of

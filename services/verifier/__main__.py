@@ -4,9 +4,8 @@ import sys
 
 from services.verifier.environments.service import environment_service
 from services.verifier.scorers import scorers_of
-from services.verifier.service import VerifierService
 from services.verifier.settings import Settings
-from services.verifier.stage import VerifierScheduler, VerifierWorker
+from services.verifier.stage import VerifierScheduler, VerifierService, VerifierWorker
 from spo.errors import SpoError
 from spo.observability import get_logger
 from spo.service.process import ServiceProcess, join_platform

@@ -51,8 +51,7 @@ from spo.errors import (
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
 from spo.observability import get_logger
-from spo.rpc.client import RpcClient
-from spo.rpc.long_calls import judge
+from spo.rpc.client import RpcClient, judge
 from spo.rpc.pools import AddressRules, InferenceClient
 from spo.service.judge_stage import VerdictCache, VerdictStore
 from spo.spec.reward import reaches

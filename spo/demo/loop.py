@@ -34,7 +34,7 @@ from spo.console import ExitCode, console
 from spo.demo.demo import WITH_PEOPLE, Demo, fresh_demo, machine, model_of
 from spo.errors import NotReady
 from spo.experience.store import ExperienceStore
-from spo.messaging.connection import open_server
+from spo.messaging.redis_client import open_server
 from spo.observability import configure_logs
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import TasksSpec

@@ -54,7 +54,7 @@ from spo.experience.columns import (
 )
 from spo.observability import get_logger
 from spo.spec.reward import is_success
-from spo.spec.sections import StoredExperience
+from spo.spec.section import StoredExperience
 from spo.v1.prompt_pb2 import Prompt
 
 if TYPE_CHECKING:

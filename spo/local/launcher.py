@@ -38,7 +38,7 @@ from spo.console import console
 from spo.errors import Conflict, NotFound, NotReady, PreconditionFailed
 from spo.local.judge_client import Child, ChildStatus, PlatformState, read_state, running_platforms, write_state
 from spo.local.warm_parent import WarmParent
-from spo.messaging.connection import connect, open_client
+from spo.messaging.redis_client import connect, open_client
 from spo.observability import configure_logs, get_logger
 from spo.rpc.client import is_healthy, show_token
 from spo.service.settings import PlatformSettings

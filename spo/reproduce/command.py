@@ -39,7 +39,7 @@ from spo.console import ExitCode, console, print_error
 from spo.demo.demo import ReferenceModelBuild, seconds_between
 from spo.errors import Conflict, InternalError, InvalidInput, NotReady, SpoError
 from spo.local.launcher import Interrupted, LauncherSettings, LocalPlatform, signals_interrupt
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 from spo.observability import configure_logs
 from spo.reproduce.plan import (
     FULL,

@@ -26,8 +26,7 @@ from typing import Any, Literal
 from spo import redis_keys
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
-from spo.spec.section import read_spec
-from spo.spec.sections import PAPER_BETA
+from spo.spec.section import PAPER_BETA, read_spec
 from spo.tasks.problem import Problem
 from spo.tasks.records import read_jsonl
 from spo.tasks.toy import toy_tasks

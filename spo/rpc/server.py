@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from spo import errors, observability
 from spo.errors import NotReady
-from spo.messaging.connection import as_spo_error
+from spo.messaging.redis_client import as_spo_error
 from spo.observability import get_logger
 from spo.rpc.client import KEEPALIVE_SECONDS, OPTIONS, RequireToken, status_of
 from spo.rpc.healthcheck import REASON

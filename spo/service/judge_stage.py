@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from spo import observability, redis_keys
 from spo.errors import IntegrityError, NotFound, NotReady
-from spo.messaging.connection import unless_away
+from spo.messaging.redis_client import unless_away
 from spo.messaging.run_specs import RunSpecs
 from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
 from spo.observability import get_logger

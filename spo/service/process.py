@@ -26,8 +26,7 @@ from ulid import ULID
 
 from spo import observability, redis_keys
 from spo.errors import PreconditionFailed, SpoError, Unreachable
-from spo.messaging.connection import connect, public_address, unfit
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect, public_address, unfit
 from spo.messaging.streams.recovery import THIS_PROCESS, Outage, asked_to_stop
 from spo.observability import MAX_WAITING, Line, configure_logs, get_logger, waiting
 from spo.rpc.client import RpcClient, show_token

@@ -37,8 +37,7 @@ from ulid import ULID
 from spo import redis_keys
 from spo.errors import Conflict, InvalidInput, Unreachable
 from spo.manifest_folder import remove_tree
-from spo.messaging.connection import public_address
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, public_address
 from spo.observability import get_logger
 from spo.service.settings import PlatformSettings
 from spo.spec.section import record_of

@@ -20,9 +20,10 @@ from spo.algorithm.registry import SourceName
 from spo.algorithm.replay_sampling import exact_counts
 from spo.errors import InvalidInput
 from spo.model.folder import NEVER_ADAPTED
-from spo.spec.section import LIVE_SOURCES, STORED, Section, impossible, read_stored, violations_of
-from spo.spec.sections import (
+from spo.spec.section import (
+    LIVE_SOURCES,
     PAPER_BETA,
+    STORED,
     AlgorithmSpec,
     CollapseGuardSpec,
     CriticSpec,
@@ -32,11 +33,15 @@ from spo.spec.sections import (
     PivotalSpec,
     ReplaySpec,
     RolloutSpec,
+    Section,
     SequentialSpec,
     SourceMix,
     StoredExperience,
     TrainerSpec,
     ValueSpec,
+    impossible,
+    read_stored,
+    violations_of,
 )
 from spo.spec.tasks import HarnessSpec, LoraSpec, ModelSpec, RewardSpec, TasksSpec
 

@@ -20,7 +20,7 @@ from spo.algorithm.values import (
 )
 from spo.errors import InvalidInput
 from spo.spec.job_spec import JobSpec
-from spo.spec.sections import AlgorithmSpec
+from spo.spec.section import AlgorithmSpec
 from spo.spec.tasks import RewardSpec
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PromptValue

@@ -13,7 +13,7 @@ from spo.client import Client
 from spo.client.models import Job
 from spo.errors import SpoError
 from spo.experience.store import ExperienceStore
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 from spo.testing.peers import check_ledger, wait_until
 from tests.chaos.platform import ChaosPlatform
 

@@ -19,7 +19,7 @@ from spo.client import Client
 from spo.client.models import Job
 from spo.demo.demo import RECIPE
 from spo.local.launcher import LocalPlatform
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 from spo.reproduce.plan import merged
 from spo.spec.section import read_spec
 from spo.testing.peers import wait_until

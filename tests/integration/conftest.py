@@ -104,14 +104,12 @@ def surroundings(
     """Builds what value-estimation works among; takes other doubles and Settings' fields."""
     import torch
 
-    from services.replay_buffer.sampling import BatchSampler
-    from services.replay_buffer.service import ReplayService
+    from services.replay_buffer.sampling import BatchSampler, ReplayService
     from services.replay_buffer.store import ReplayStore
     from services.value_estimation.reference import Policies, References
     from services.value_estimation.samples import connect_clients
-    from services.value_estimation.service import ValueService
+    from services.value_estimation.service import TokenValuer, ValueService
     from services.value_estimation.settings import Settings
-    from services.value_estimation.token_values import TokenValuer
     from spo.model.tokenizer import load_tokenizer
     from spo.rpc.server import RpcServer
     from spo.testing.runs import EngineDouble, JudgeDouble, Surroundings

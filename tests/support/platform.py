@@ -13,7 +13,7 @@ from spo.client.models import Job
 from spo.experience.store import ExperienceStore
 from spo.local.judge_client import Child
 from spo.local.launcher import LauncherSettings, LocalPlatform
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 from spo.testing.peers import check_ledger, wait_until
 from tests.support.warm_services import warm_parent
 

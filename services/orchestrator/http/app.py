@@ -52,7 +52,7 @@ from services.orchestrator.http.training import evaluations_router, policies_rou
 from services.orchestrator.http.trajectories import router as trajectories_router, values_router
 from services.orchestrator.job_records import legal_transitions
 from spo.errors import Unreachable
-from spo.messaging.connection import open_async_server
+from spo.messaging.redis_client import open_async_server
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec
 

@@ -38,7 +38,7 @@ from spo.errors import (
     PreconditionFailed,
     storage_faults_named,
 )
-from spo.rpc.long_calls import generate
+from spo.rpc.client import generate
 from spo.spec.job_spec import EvaluationSpec
 from spo.spec.section import TERMINAL, wire_name
 from spo.v1.prompt_pb2 import Prompt, PromptGroup, Sampling

@@ -37,8 +37,7 @@ import redis
 
 from spo import observability, redis_keys
 from spo.errors import InvalidInput, NotFound, SpoError
-from spo.messaging.connection import unless_away
-from spo.messaging.redis_client import RedisClient, StreamEntry
+from spo.messaging.redis_client import RedisClient, StreamEntry, unless_away
 from spo.messaging.streams import entries
 from spo.messaging.streams.entries import NOTE_TROUBLE, Entry
 from spo.observability import get_logger

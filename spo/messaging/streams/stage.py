@@ -24,8 +24,7 @@ import redis
 
 from spo import redis_keys
 from spo.errors import NotFound
-from spo.messaging.connection import unless_away
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, unless_away
 from spo.messaging.run_specs import RunTenants
 from spo.messaging.streams import entries as entries_module, recovery
 from spo.messaging.streams.entries import Entry, entry_of, raw_entries

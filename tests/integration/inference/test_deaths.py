@@ -26,8 +26,7 @@ from spo.errors import InvalidInput, NotReady, Unreachable
 from spo.messaging.streams import publish
 from spo.messaging.streams.recovery import WORK_DEATHS, asked_to_stop
 from spo.model.tokenizer import load_tokenizer
-from spo.rpc.client import RpcClient
-from spo.rpc.long_calls import generate
+from spo.rpc.client import RpcClient, generate
 from spo.rpc.server import RpcServer
 from spo.spec.tasks import ModelSpec
 from spo.testing.peers import wait_until

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader import weight_utils
 
 from services.inference.engine import Engine, EngineSpec, Sample, SampleRequest
 from services.inference.engine_thread import EngineDeaths, EngineThread, SampleGroup
-from services.inference.sampling import MAX_SAMPLES, sample_requests
+from services.inference.episodes import MAX_SAMPLES, sample_requests
 from services.inference.settings import Settings
 from services.inference.weights import PolicyVersions, Weights, reference_weights
 from spo.errors import IntegrityError, InvalidInput, NotFound, NotReady

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from spo.cli.app import app
 from spo.errors import Conflict, NotFound
 from spo.local.launcher import check_append_only_file, server_command
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 
 KEYS = 2000
 

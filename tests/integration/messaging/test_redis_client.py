@@ -12,8 +12,7 @@ import pytest
 import redis
 
 from spo.messaging import redis_client as facade
-from spo.messaging.connection import open_client, open_server
-from spo.messaging.redis_client import RedisClient, RedisPipeline
+from spo.messaging.redis_client import RedisClient, RedisPipeline, open_client, open_server
 
 Call = Callable[[RedisClient], object]
 

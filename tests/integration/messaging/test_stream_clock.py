@@ -10,8 +10,7 @@ import pytest
 import redis
 
 from spo.local.launcher import server_command
-from spo.messaging.connection import connect
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect
 from spo.messaging.streams import Consumer, publish
 from spo.messaging.streams.recovery import StreamHolder
 from spo.testing.peers import wait_until

@@ -24,7 +24,7 @@ from spo import redis_keys
 from spo.errors import NotFound, NotReady
 from spo.local.launcher import server_command
 from spo.messaging import streams
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 from spo.observability import configure_logs
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import redis
 
-from services.replay_buffer import admission
+from services.replay_buffer import store as store_module
 from services.replay_buffer.ingest import IngestWorker, ReferenceScores
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
@@ -238,7 +238,7 @@ def test_a_run_whose_trajectories_fill_messages_is_scored_in_parts_and_keeps_no_
 def test_a_trajectory_that_no_message_can_hold_is_a_dead_letter_that_says_how_large_it_is(
     worker: IngestWorker, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "MAX_TRAJECTORY_BYTES", 10_000)
+    monkeypatch.setattr(store_module, "MAX_TRAJECTORY_BYTES", 10_000)
     start_run(redis_client, model={"path": "/pi0", "max_response_tokens": 5000})
     publish(redis_client, judged_group([0]), *[judged_group([1])])
     publish(redis_client, *giants(1, 5000, RUN))

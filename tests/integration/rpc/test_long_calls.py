@@ -13,9 +13,8 @@ import pytest
 from services.replay_buffer.ingest import ReferenceScores
 from services.sandbox_judge.stage import Batch
 from spo.errors import InvalidInput, NotReady, SpoError, Unreachable
-from spo.rpc import long_calls
-from spo.rpc.client import RpcClient, UnknownMethod
-from spo.rpc.long_calls import Parts, generate, judge, judged_parts
+from spo.rpc import client as client_module
+from spo.rpc.client import Parts, RpcClient, UnknownMethod, generate, judge, judged_parts
 from spo.rpc.server import RpcServer
 from spo.testing.peers import wait_until
 from spo.v1 import inference_service_pb2 as inference, judge_service_pb2 as judging, value_service_pb2 as values
@@ -251,7 +250,7 @@ class Context:
 
 @pytest.mark.parametrize("ending", ["whole", "error", "caller"])
 def test_a_server_beats_while_it_works_and_stops_with_the_call(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    monkeypatch.setattr(long_calls, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(client_module, "BEAT_SECONDS", 0.02)
     context = Context()
     parts: Parts[str] = Parts(context)
     sent: list[str] = []
@@ -283,7 +282,7 @@ def test_a_server_beats_while_it_works_and_stops_with_the_call(monkeypatch: pyte
 def test_a_judge_beats_until_all_verdicts_are_there_and_cancels_what_nobody_waits_for(
     monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
-    monkeypatch.setattr(long_calls, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(client_module, "BEAT_SECONDS", 0.01)
     context, futures = Context(), {"a": Future[Verdict](), "b": Future[Verdict]()}
     batch = Batch(["a", "b", "a"], futures, threading.Event())
     parts = judged_parts(batch, 3, context)

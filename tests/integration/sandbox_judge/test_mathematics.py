@@ -9,7 +9,7 @@ import pytest
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.settings import Settings
 from services.sandbox_judge.stage import JudgeScheduler
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import AnswerComparison, AnswerExtraction, AnswerRule, Limits, Outcome, Verdict

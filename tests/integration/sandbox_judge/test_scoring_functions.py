@@ -12,7 +12,7 @@ from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.settings import Settings
 from services.sandbox_judge.stage import JudgeScheduler
 from spo.errors import InvalidInput
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 from spo.spec.reward import reward_of
 from spo.spec.tasks import RewardSpec
 from spo.v1 import verdict_pb2

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from services.sandbox_judge.embedded import MemoryStore
-from services.sandbox_judge.judge_queue import JudgeQueue, JudgeTask
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.program_judge import JudgeOptions
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.stage import Batch, JudgeScheduler
+from services.sandbox_judge.stage import Batch, JudgeQueue, JudgeScheduler, JudgeTask
 from spo.v1 import verdict_pb2
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.verdict_pb2 import Limits, Outcome, ScoringFunction

@@ -18,8 +18,7 @@ from services.orchestrator.recovery import require_append_only_file
 from spo import redis_keys
 from spo.errors import PreconditionFailed, Unreachable
 from spo.local.launcher import server_command
-from spo.messaging.connection import connect, unfit
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, connect, unfit
 from spo.service.process import SCHEMA, ServiceProcess, join_platform
 from spo.service.settings import PlatformSettings, ServiceSettings
 from spo.testing.peers import wait_until

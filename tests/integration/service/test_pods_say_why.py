@@ -16,7 +16,7 @@ import torch
 
 from spo.errors import ResourceExhausted, Unreachable
 from spo.local.launcher import free_ports, server_command
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 from spo.testing.peers import wait_until
 from spo.weights.store import WeightStore
 

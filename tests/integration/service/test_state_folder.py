@@ -18,7 +18,7 @@ import pytest
 
 from spo.errors import Conflict
 from spo.local.launcher import LauncherSettings, LocalPlatform, server_command
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 from spo.service import state
 from spo.service.settings import PlatformSettings
 from spo.service.state import FOREIGN_SECONDS, LOCK_FILE, BucketLock, FolderLock, FolderOwner, HeldFolders
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 HOLDER = """
 import sys, time
 from pathlib import Path
-from spo.messaging.connection import connect
+from spo.messaging.redis_client import connect
 from spo.service.settings import PlatformSettings
 from spo.service.state import HeldFolders
 settings = PlatformSettings(

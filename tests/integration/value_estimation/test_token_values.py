@@ -14,7 +14,7 @@ import torch
 
 from services.replay_buffer.store import ReplayStore
 from services.trainer.batches import TrainingSample, token_batch
-from services.value_estimation.token_values import beta_of
+from services.value_estimation.service import beta_of
 from services.value_estimation.workers import ValueWorker
 from spo import redis_keys
 from spo.errors import IntegrityError, InvalidInput, NotFound, PreconditionFailed

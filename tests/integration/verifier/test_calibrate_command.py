@@ -8,8 +8,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from services.verifier.service import VerifierService
-from services.verifier.stage import VerifierScheduler
+from services.verifier.stage import VerifierScheduler, VerifierService
 from spo.cli.app import app
 from spo.rpc.server import RpcServer
 from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server

@@ -10,9 +10,8 @@ import redis
 
 from services.verifier.environments.environment import StateSeal
 from services.verifier.environments.service import Environments, EnvironmentService
-from services.verifier.service import VerifierService
 from services.verifier.settings import Settings
-from services.verifier.stage import VerifierScheduler, VerifierWorker
+from services.verifier.stage import VerifierScheduler, VerifierService, VerifierWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound
 from spo.messaging.streams import publish, read_after

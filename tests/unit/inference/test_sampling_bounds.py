@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-from services.inference.sampling import sample_requests
+from services.inference.episodes import sample_requests
 from services.orchestrator.http.training import CompletionRequest, EvaluationRequest
 from spo.errors import InvalidInput
 from spo.spec.job_spec import JobSpec, parse_job_spec

@@ -7,8 +7,8 @@ from urllib.parse import SplitResult, urlsplit
 import pytest
 
 from spo.errors import InvalidInput
-from spo.messaging import connection
-from spo.messaging.connection import parse_redis_url
+from spo.messaging import redis_client
+from spo.messaging.redis_client import parse_redis_url
 
 WRONG = {
     "": "begins with none of redis://",
@@ -65,7 +65,7 @@ def test_sentinels_of_which_one_has_an_ipv6_address_are_read_by_newer_pythons_to
             raise ValueError("Invalid IPv6 URL")
         return urlsplit(url)
 
-    monkeypatch.setattr(connection, "urlsplit", strict)
+    monkeypatch.setattr(redis_client, "urlsplit", strict)
     place = parse_redis_url("redis+sentinel://:canary@one,[::1],[::2]:7/mymaster/1")
     assert place.sentinels == (("one", 26379), ("::1", 26379), ("::2", 7))
 

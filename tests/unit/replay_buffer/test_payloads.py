@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.replay_buffer.admission import content_digest
 from services.replay_buffer.store import (
     CHUNK_BYTES,
     CHUNK_TRAJECTORIES,
     SampledPayload,
     chunks,
+    content_digest,
     encode_batch,
     encode_parts,
 )

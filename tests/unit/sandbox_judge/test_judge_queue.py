@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
-from services.sandbox_judge.judge_queue import KEPT_SECONDS, JudgeQueue, JudgeTask
 from services.sandbox_judge.program_judge import JudgeOptions
+from services.sandbox_judge.stage import KEPT_SECONDS, JudgeQueue, JudgeTask
 from spo.v1 import verdict_pb2
 
 TRAINING, EVALUATION = 1, 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spo.spec.job_spec import parse_job_spec
-from spo.spec.sections import CriticSpec
+from spo.spec.section import CriticSpec
 
 PAGE = Path(__file__).parents[3] / "docs" / "defaults.md"
 ROWS = re.findall(r"^\| `([a-z_.]+)` \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)

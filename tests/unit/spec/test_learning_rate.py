@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from spo.spec.sections import TrainerSpec, learning_rate_at
+from spo.spec.section import TrainerSpec, learning_rate_at
 
 STEPS, WARMUP = 100, 10
 

@@ -13,7 +13,7 @@ from services.trainer.batches import TrainingSample, token_batch
 from spo.algorithm.objectives import spo_loss
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.spec.reward import qhat_0, qhat_0_of_group
-from spo.spec.sections import learning_rate_at
+from spo.spec.section import learning_rate_at
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_REFERENCE
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.value_pb2 import PromptValue

@@ -37,7 +37,7 @@ from spo import api, redis_keys
 from spo.algorithm.values import PivotalToken, pivotal_tokens
 from spo.errors import NotFound, SpoError
 from spo.model.chat import action_mask
-from spo.rpc.long_calls import judge
+from spo.rpc.client import judge
 from spo.spec.job_spec import JobSpec, SourceName
 from spo.spec.reward import qhat_0
 from spo.spec.section import wire_name

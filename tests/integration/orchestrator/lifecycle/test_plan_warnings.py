@@ -14,7 +14,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.plan import changed, memory_advice, shape_of_folder
-from spo.spec.sections import LEAST_OF_ADAPTERS
+from spo.spec.section import LEAST_OF_ADAPTERS
 from spo.tasks import mathematics
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 

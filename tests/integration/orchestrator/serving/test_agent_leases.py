@@ -14,7 +14,7 @@ import pytest
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import now_ms
-from services.replay_buffer.admission import check_judged
+from services.replay_buffer.store import check_judged
 from spo import redis_keys
 from spo.cli.agents import EpisodeRunner
 from spo.client import Client
