@@ -49,11 +49,26 @@ _CURRENCY = (
 # Behind an amount of money these are no units: "$1.5M".
 _SHORT_SCALE = re.compile(r" ?(k|K|[mM]n?|[bB]n?|tn|T)(?![A-Za-z])")
 _LEADING_CURRENCY = re.compile(rf"^([+-]?){_CURRENCY} ?", re.ASCII)
-_HEAD = re.compile(rf"(?:[A-Za-z]? ?= ?|≈ ?)?(?P<sign>[+-] ?)?(?P<money>{_CURRENCY} ?(?P<inner>[+-])?)?", re.ASCII)
+# "The answer is 57", "Final answer: B": what says that an answer follows.
+_LEAD_IN = re.compile(
+    r"(?:(?:so|thus|hence|therefore|then)\b,?\s{1,3})?(?:(?:the|my|our)\s{1,3})?"
+    r"(?:(?:final|correct|right|best|only)\s{1,3}){0,2}(?:answer|ans|result|solution|option|choice)\b"
+    r"(?:\s{0,3}(?:is\b\s{0,3}:?|[:=.]))?\s{0,3}",
+    re.IGNORECASE,
+)
+# The x of "x = 57", the function of "f(3) = 57" and the words of "Total cost = 57"; not the "x^2" of "x^2 = 57".
+_NAME = (
+    r"(?:(?:\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|varphi|rho|sigma|tau|omega)(?![A-Za-z])|[A-Za-zα-ω])"
+    r"(?:_\{?[A-Za-z0-9]{1,4}\}?)?(?: ?\([A-Za-z0-9, ]{1,9}\))?|(?:m ?)?(?:\\angle|∠) ?[A-Z]{1,3}|[A-Z]{2,4}"
+    r"|(?P<words>[A-Za-z]{3,20}(?: [A-Za-z]{2,20}){0,3}))"
+)
+_HEAD = re.compile(
+    rf"(?:{_NAME}? ?= ?|(?:[A-Za-z] ?)?≈ ?)?(?P<sign>[+-] ?)?(?P<money>{_CURRENCY} ?(?P<inner>[+-])?)?", re.ASCII
+)
 _FRACTION = rf"\\frac ?(?:\{{ ?([+-]?{_NUMERAL}) ?\}}|(\d)) ?(?:\{{ ?([+-]?{_NUMERAL}) ?\}}|(\d))"
 _ANY_FRACTION = rf"\\frac ?(?:\{{ ?[+-]?{_NUMERAL} ?\}}|\d) ?(?:\{{ ?[+-]?{_NUMERAL} ?\}}|\d)"
 # Tried in this order: what stands at the beginning of a number, its sign apart.
-_MIXED = re.compile(rf"(\d+)(?: ?{_FRACTION}| (\d+) ?/ ?(\d+))", re.ASCII)
+_MIXED = re.compile(rf"(\d+)(?: ?{_FRACTION}| {{1,2}}(\d+) ?/ ?(\d+))", re.ASCII)
 _QUOTIENT = re.compile(rf"{_FRACTION}|({_NUMERAL}) ?/ ?({_NUMERAL})", re.ASCII)
 _POWER = re.compile(rf"(?:({_NUMERAL}) ?[·*x] ?)?10 ?\^ ?(?:\{{ ?([+-]?\d{{1,9}}) ?\}}|([+-]?\d{{1,9}}))", re.ASCII)
 _UNSIGNED = re.compile(_NUMERAL, re.ASCII)
@@ -80,24 +95,34 @@ _SYMBOLS, _NO_UNITS = frozenset(_SYMBOL_WORDS.split()), frozenset(_OTHER_WORDS.s
 _WORD = re.compile(r"[A-Za-zµΩ°.]+")
 _RAISED_WORD = rf"{_WORD.pattern}(?: ?\^ ?\{{? ?-?\d ?\}}?)?"
 _WORDS = re.compile(rf"{_RAISED_WORD}(?:(?: ?[/·*-] ?| ){_RAISED_WORD}){{0,4}}")
-# These may stand within a unit: "miles per hour", "units of mass", "feet by hand".
-_WITHIN = frozenset({"of", "a"})
+# These may stand within a unit: "units of mass", "miles in a day", "feet squared".
+_WITHIN = frozenset({"of", "a", "squared", "cubed"})
 
 _VULGAR = {
     **{"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5"},
     **{"⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"},
 }
+# The digits of other scripts: of full width, Arabic, Persian, Devanagari, Bengali, Thai, and mathematical ones.
+_ZEROS = (0xFF10, 0x660, 0x6F0, 0x966, 0x9E6, 0xE50, *range(0x1D7CE, 0x1D800, 10))
+_DIGITS = {chr(zero + digit): str(digit) for zero in _ZEROS for digit in range(10)}
+# Latin letters and signs of full width.
+_WIDE = {chr(0xFEE0 + ord(sign)): sign for sign in map(chr, range(0x21, 0x7F)) if not sign.isdigit()}
 _CHARACTERS = str.maketrans(
     {
-        **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"),
+        **_DIGITS,
+        **_WIDE,
+        **{"\u066b": ".", "\u066c": ","},
+        **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63", "-"),
         **dict.fromkeys("\u00a0\u202f\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u3000\t", " "),
-        **dict.fromkeys("\u200b\u2060\ufeff", ""),
+        # What shows nothing: joiners, and marks of the direction of writing.
+        **dict.fromkeys("\u00ad\u200b\u200c\u200d\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2061\u2062", ""),
+        **dict.fromkeys("\u2063\u2064\u2066\u2067\u2068\u2069\ufeff", ""),
         **dict.fromkeys("\u00ba\u02da\u2218", "°"),
-        **{"\uff05": "%", "\uff04": "$", "\u2044": "/", "\u2019": "'", "\u00d7": "·", "\u22c5": "·"},
+        **{"\u2044": "/", "\u2018": "'", "\u2019": "'", "\u00d7": "·", "\u22c5": "·"},
         **{sign: f" {quotient}" for sign, quotient in _VULGAR.items()},
     }
 )
-_ANY_DIGIT = frozenset("0123456789").union(_VULGAR)
+_ANY_DIGIT = frozenset("0123456789").union(_VULGAR, _DIGITS)
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _PARTING = str.maketrans("", "", ", '_")
 _RAISED = re.compile(r"[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
@@ -113,12 +138,12 @@ _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\[,;:> ]|~|\\(?:q?quad|thinspace|enspace|medspace|thickspace)(?![A-Za-z])", " "),
         (r" {0,3}\{ {0,3}, {0,3}\} {0,3}", ","),
         (r"\{ {0,3}\. {0,3}\}", "."),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\(?:[dtc]|nice|s)frac(?![A-Za-z])", r"\\frac"),
         (r"(?:\{\})? ?\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|\\(?:degrees?|textdegree)(?![A-Za-z])", "°"),
         (r"\\(?:times|cdot|ast)(?![A-Za-z])", "·"),
         (r"\\div(?![A-Za-z])", "/"),
         (r"\\(?:approx|simeq)(?![A-Za-z])", "≈"),
-        (r"\\(?:text)?color ?\{[^{}]*\}", ""),
+        (r"\\(?:text)?color ?\{[^{}]*\}|\\(?:bf|rm|it|sf|tt|bfseries)(?![A-Za-z])", ""),
         (r"\\(?:math|text)dollar(?![A-Za-z])|\\\$", "$"),
         (r"\\(?:pounds|textsterling)(?![A-Za-z])", "£"),
         (r"\\(?:euro|texteuro)(?![A-Za-z])", "€"),
@@ -129,8 +154,11 @@ _LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![0-9A-Za-z)}$%°.])[*_]{1,3}|[*_]{1,3}(?![0-9A-Za-z({\\$.+*_-])", ""),
     )
 )
-# What encloses a number and says nothing about it; money in parentheses would be a loss, and a comma there parts two.
-_ENCLOSED = re.compile(r"\{([^{},]*)\}|\(([^(){},$]*)\)|[\"\u201c]([^\"\u201c\u201d]*)[\"\u201d]|'([^']*)'")
+# What encloses a number and says nothing about it, accountants' parentheses too; a comma there parts two.
+_ENCLOSED = re.compile(
+    r"\\?\{([^{},]*)\}|\(([^{},]*)\)|\[([^{},]*)\]|<([^<>,]*)>|\u00ab([^\u00ab\u00bb,]*)\u00bb"
+    r"|[\"\u201c]([^\"\u201c\u201d]*)[\"\u201d]|'([^']*)'"
+)
 _MARKED = re.compile(r"[\\*_`~{]")
 _LONGEST_UNIT = 80
 _NESTED = 4
@@ -171,13 +199,21 @@ _SHOWN_EXPECTATION_CHARACTERS = 200
 _FLAT = 40
 
 _SPACE = re.compile(r"\\[,;:> ]|~")
-_BEFORE_LABEL = re.compile(
-    r"(?:option|choice|answer)\s{0,3}[:.]?\s{0,3}(?=[(\[]?(?:[A-Za-z]|\d{1,2})(?![A-Za-z\d]))", re.IGNORECASE
-)
+# "Option B", and what may stand before it. What follows is a label, or nothing is left out.
+_LABEL_AHEAD = r"(?=[(\[<]{0,2}(?:[A-Za-z]|\d{1,2})(?![A-Za-z\d]))"
+_BEFORE_LABEL = re.compile(rf"{_LEAD_IN.pattern}(?:(?:option|choice|letter)\s{{1,3}})?{_LABEL_AHEAD}", re.IGNORECASE)
 _LABEL = re.compile(
-    r"\(([A-Za-z]|\d{1,2})\)(?=$|[\s.:,-])|\[([A-Za-z]|\d{1,2})\]|([A-Za-z]|\d{1,2})"
-    r"(?:$|[).:](?=$|\s)|,$|\s{1,3}[-\u2013\u2014]\s{1,3}(?=[\"'(\\]?[A-Za-z\d]{2}))"
+    r"\(([A-Za-z]|\d{1,2})\)(?=$|[\s.:,;!-])|\[([A-Za-z]|\d{1,2})\]|<([A-Za-z]|\d{1,2})>$|([A-Za-z]|\d{1,2})"
+    r"(?:$|[).:](?=$|\s)|[,;!]$|[,;!]?\s{0,3}(?=\n)|\s{1,3}[-\u2013\u2014]\s{1,3}(?=[\"'(\\]?[A-Za-z\d]{2})"
+    r"|(?=,?\s(?:because|since)\s)|(?=\sis\s(?:the\s)?(?:correct|right|best)(?:\s(?:answer|option|choice))?[.!]?$))"
 )
+# The options told over again, as in "A. Paris\nB. London": which of them is chosen stands nowhere.
+_LISTED = re.compile(
+    r"[ \t]*[(\[]?(?:[A-Za-z]|\d{1,2})[)\].:]{1,2}[ \t]+\S[^\n]*?(?:\n\s*|[ \t]{1,3}(?=[A-Za-z]\)))"
+    r"[(\[]?(?:[A-Za-z]|\d{1,2})[)\].:](?=\s|$)"
+    r"|[(\[]?(?:[A-Za-z]|\d{1,2})[)\].:]{0,2}[ \t]{0,9}\n\s*[(\[]?(?:[A-Za-z]|\d{1,2})[)\].:]{0,2}[ \t]{0,9}(?:\n|$)"
+)
+_WIDE_SIGNS = str.maketrans({**_WIDE, **_DIGITS, "\u3002": ".", "\u3001": ","})
 _EMPHASIS = str.maketrans("", "", "*$`\"'\u201c\u201d\u2018\u2019_")
 # "A or B", "(A), (B)": more than one choice is none.
 _AND_ANOTHER = re.compile(
@@ -211,16 +247,21 @@ def number_of(text: str) -> Number | None:
     if _PLAIN.fullmatch(bare):
         return Number(_decimal(bare))
     whole = plain(bare)
-    marked = whole.lstrip(" \n$*_")
-    bare = marked.rstrip(" \n$*_.,;:")
-    if enclosed := _ENCLOSED.fullmatch(bare):
-        bare = next(group for group in enclosed.groups() if group is not None).strip()
+    marked = whole.lstrip(" \n$*_#•")
+    bare = marked.rstrip(" \n$*_.,;:\\")
     if len(_STOPS.findall(marked, len(bare))) > 1:
         # "2..": its digits go on.
         return None
+    bare = _without_lead_in(bare)
+    for _ in range(_NESTED):
+        if (enclosed := _ENCLOSED.fullmatch(bare)) is None:
+            break
+        bare = next(group for group in enclosed.groups() if group is not None).strip(" \\")
     head = _HEAD.match(bare)
     assert head is not None
     if (head["sign"] and head["inner"]) or (found := _value(bare, head.end())) is None:
+        return None
+    if head["words"] and not _NO_UNITS.isdisjoint(head["words"].lower().split()):
         return None
     number, end = found
     if scale := re.match(_SCALE, bare[end : end + _NEAR]):
@@ -298,6 +339,12 @@ def _unwrapped(found: re.Match[str]) -> str:
     return f" {found[1]}" if found[1][:1].isalpha() else found[1]
 
 
+def _without_lead_in(text: str) -> str:
+    """A text without "The answer is" before it, and what stands for nothing between the two."""
+    found = _LEAD_IN.match(text)
+    return text[found.end() :].lstrip(" \n$*_") if found else text
+
+
 def _is_money(text: str) -> bool:
     """Whether the dollar before a number is no delimiter of mathematics."""
     return text.count("$") == 1 and text.lstrip(" \n*_+-").startswith("$")
@@ -341,7 +388,7 @@ def _is_unit(text: str) -> bool:
     """Whether what stands behind a number names its unit and changes nothing about it."""
     follows_at_once = text[:1] not in (" ", "$")
     bare = text.strip(" $")
-    if bare[:1] in ("%", "°"):
+    if bare[:1] in ("%", "°", "¢"):
         # "57% of them", "20°C".
         return _is_unit(f" {bare[1:]}")
     bare = re.sub(rf"^{_CURRENCY} ?", "", bare)
@@ -356,6 +403,9 @@ def _is_unit(text: str) -> bool:
 
 
 def _is_word(word: str, *, within: bool) -> bool:
+    if word.rstrip(".") in _SYMBOLS and len(word) > _SHORT - 2:
+        # "sq. ft."
+        return True
     bare = word.strip(".").lower()
     return (within and bare in _WITHIN) or (len(bare) >= _SHORT - 1 and bare not in _NO_UNITS)
 
@@ -375,12 +425,20 @@ def label_of(text: str) -> str:
         if not changed:
             break
     bare = _SPACE.sub(" ", bare).translate(_EMPHASIS).strip()
+    bare = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", bare.translate(_WIDE_SIGNS))
+    bare = re.sub(r"^(?:[#•]\s{0,3}|-\s{1,3})", "", bare)
+    while len(bare) > 2 and bare[0] + bare[-1] in ("{}", "[]", "()") and bare[1] in "{[(" and bare[-2] in "}])":
+        bare = bare[1:-1].strip()
     bare = bare[1:-1].strip() if bare.startswith("{") and bare.endswith("}") else bare
     bare = bare[before.end() :] if (before := _BEFORE_LABEL.match(bare)) else bare
     found = _LABEL.match(bare)
-    if found is None or _AND_ANOTHER.match(bare, found.end()):
+    if found is None or _AND_ANOTHER.match(bare, found.end()) or _LISTED.match(bare):
         return ""
-    return next(group for group in found.groups() if group).upper()
+    label = next(group for group in found.groups() if group).upper()
+    # "B. No, the answer is A" names two.
+    later = (_LABEL.match(bare, place.end()) for place in _BEFORE_LABEL.finditer(bare, found.end()))
+    named = {next(group for group in other.groups() if group).upper() for other in later if other}
+    return label if named <= {label} else ""
 
 
 def is_match(expression: str, answer: str) -> bool:

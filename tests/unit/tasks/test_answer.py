@@ -63,7 +63,7 @@ def test_a_number_is_the_same_however_it_is_written(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "forty-two", "42 or 43", "1/0", "4 2", "nan", "inf", "0x2a", "42x", "\u0664\u0662"]
+    "text", ["", "forty-two", "42 or 43", "1/0", "4 2", "nan", "inf", "0x2a", "42x", "\u56db\u5341\u4e8c"]
 )
 def test_what_is_not_one_number_is_no_number(text: str) -> None:
     assert number_of(text) is None

@@ -42,6 +42,29 @@ from spo.tasks.records import AnswerRow
             r"\textit{B}",
         ),
         *("_B_", "**Option B**: Paris", "Option (B). Paris"),
+        *(
+            "The answer is B",
+            "the correct answer is (B).",
+            "answer: **B)**",
+            "**Final Answer: B**",
+            "So the answer is: B",
+        ),
+        *(
+            "My answer is option B.",
+            "The best choice is B: Paris",
+            "Therefore, the correct option is (B)",
+            "answer = B",
+        ),
+        *(
+            "(B) because A is wrong",
+            "B, because A is wrong",
+            "B is correct.",
+            "Option B is the right answer",
+            "B!",
+            "B;",
+        ),
+        *("<B>", "((B))", "[[B]]", r"\left(B\right)", "\uff22", "\uff08B\uff09", "B\u3002", "- B", "\u2022 B", "# B"),
+        *("B\n\nExplanation: A is wrong.", "B.\nA. is wrong, and so is C.", "B\nThe answer is B", "Ans: B"),
     ],
 )
 def test_a_choice_is_its_label(text: str) -> None:
@@ -52,8 +75,19 @@ def test_a_choice_is_its_label(text: str) -> None:
     "text",
     [
         *("", "Bonn", "B cat", "A or B", "A, B", "(A) or (B)", "A/B", "A & B", "A and B", "A. or B.", "(A), (B)"),
-        *("I think B", "The answer is B", "123", "(AB)", "1.5", "B?", r"\textbf{A or B}", "{A, B}", "\u0391"),
+        *("I think B", "I would pick B", "123", "(AB)", "1.5", "B?", r"\textbf{A or B}", "{A, B}", "\u0391"),
         *("Options B and C", "Option B or C", "Option B, C", "B - C", "answer Bonn", "Option", "not B", "B\u2013C"),
+        *("The answer is not B", "The answer isn't B", "The answer is A or B", "The answer is B and C", "B is wrong"),
+        *("A. Paris\nB. London", "A) Paris B) London", "(A) Paris\n(B) London\n(C) Rome", "A\nB", "B is not correct"),
+        *(
+            "B. No, the answer is A",
+            "B\nWait, the correct option is (C)",
+            "The wrong answer is B",
+            "B (or C)",
+            "-1",
+            "B?",
+        ),
+        *("The answer is a dog", "Answer: a dog", "The answer could be B", "Neither A nor B", "B is correct, or C"),
     ],
 )
 def test_no_label_and_more_than_one_are_no_choice(text: str) -> None:
