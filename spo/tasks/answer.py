@@ -58,7 +58,7 @@ _LEAD_IN = re.compile(
 )
 # The x of "x = 57", the function of "f(3) = 57" and the words of "Total cost = 57"; not the "x^2" of "x^2 = 57".
 _NAME = (
-    r"(?:(?:\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|varphi|rho|sigma|tau|omega)(?![A-Za-z])|[A-Za-zα-ω])"
+    r"(?:(?:\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|varphi|rho|sigma|tau|omega)(?![A-Za-z])|[A-Za-z\u03b1-\u03c9])"
     r"(?:_\{?[A-Za-z0-9]{1,4}\}?)?(?: ?\([A-Za-z0-9, ]{1,9}\))?|(?:m ?)?(?:\\angle|∠) ?[A-Z]{1,3}|[A-Z]{2,4}"
     r"|(?P<words>[A-Za-z]{3,20}(?: [A-Za-z]{2,20}){0,3}))"
 )
@@ -259,9 +259,7 @@ def number_of(text: str) -> Number | None:
         bare = next(group for group in enclosed.groups() if group is not None).strip(" \\")
     head = _HEAD.match(bare)
     assert head is not None
-    if (head["sign"] and head["inner"]) or (found := _value(bare, head.end())) is None:
-        return None
-    if head["words"] and not _NO_UNITS.isdisjoint(head["words"].lower().split()):
+    if not _says_nothing(head) or (found := _value(bare, head.end())) is None:
         return None
     number, end = found
     if scale := re.match(_SCALE, bare[end : end + _NEAR]):
@@ -337,6 +335,11 @@ def plain(text: str) -> str:
 def _unwrapped(found: re.Match[str]) -> str:
     # In "5\text{m}" the unit is no variable beside its number.
     return f" {found[1]}" if found[1][:1].isalpha() else found[1]
+
+
+def _says_nothing(head: re.Match[str]) -> bool:
+    """Whether what stands before a number has one sign at most and no word that changes the number, as "half =" has."""
+    return not (head["sign"] and head["inner"]) and _NO_UNITS.isdisjoint((head["words"] or "").lower().split())
 
 
 def _without_lead_in(text: str) -> str:
