@@ -113,7 +113,7 @@ LONG: dict[str, tuple[str, ...]] = {
     "tests/integration/tinker/test_tinker_package.py::"
     "test_the_package_trains_samples_saves_and_goes_on_after_the_service_was_killed": ("services/orchestrator/http",),
     "tests/integration/failover/test_sentinels.py::test_clients_follow_the_primary_and_what_was_replicated_is_there": (
-        "spo/messaging/connection.py",
+        "spo/messaging/redis_client.py",
     ),
     "tests/integration/replay_buffer/test_soak.py::"
     "test_redis_holds_a_window_and_no_more_while_trajectories_stream_in": ("services/replay_buffer",),
