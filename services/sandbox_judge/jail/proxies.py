@@ -45,6 +45,9 @@ _NAME_CHARACTERS = 200
 _ASKED = ("__name__", "__qualname__", "__doc__", "__annotations__", "__members__", "__wrapped__", "__notes__")
 # Classes of the library whose bound methods the response may call when the tests hand them in.
 _CONTAINERS = (list, dict, set, deque, defaultdict, str, bytes, int, float, tuple, frozenset, io.StringIO, io.BytesIO)
+# A method such as str.upper, and what the library may have on either side.
+_Method = type(str.upper)
+_LIBRARYS_OWN = (type, FunctionType, BuiltinFunctionType, _Method)
 # Exceptions of these are the test runner's own.
 _RUNNERS = ("pytest", "_pytest", "unittest", "pluggy", "hypothesis")
 # Parts of names of modules that are run, or change others, by being imported.
@@ -296,7 +299,7 @@ class Remote(Codec):
             return ("remote", self._numbers[id(value)])
         if isinstance(value, ModuleType):
             return ("global", value.__name__, "")
-        if isinstance(value, type | FunctionType | BuiltinFunctionType) and (named := _global(value)):
+        if isinstance(value, _LIBRARYS_OWN) and (named := _global(value)):
             return named
         return self._by_hand(value)
 
@@ -528,7 +531,8 @@ def _library_error(module: str, path: str) -> type | None:
 
 def _global(value: Foreign) -> tuple[object, ...] | None:
     """A class or function of a library by its name, so that each side uses its own."""
-    module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    home = value.__objclass__ if isinstance(value, _Method) else value
+    module, path = getattr(home, "__module__", None), getattr(value, "__qualname__", "")
     if type(module) is not str or module in ("tests", "solution", "test_solution") or "<" in path:
         return None
     found: Foreign = sys.modules.get(module)

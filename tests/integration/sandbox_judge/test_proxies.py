@@ -518,6 +518,12 @@ def joined(*names): return Path(*names)
         "assert more(1) == 2 and math.floor(1.5) == 1\n",
         "\ufefffrom __future__ import annotations\ndef more(x: Number) -> Number: return x + 1\n",
     ),
+    "methods of builtin classes handed in": (
+        MODULE,
+        "",
+        "assert list(mapped(str.upper, 'ab')) == ['A', 'B'] and mapped(list.copy, [[1]]) == [[1]]\n",
+        "def mapped(f, xs): return [f(x) for x in xs]\n",
+    ),
     "a function that stands before and is not written yet": (
         MODULE,
         "def oracle(n):\n    return n + 1\ndef todo(n):\n    '''Write it.'''\n    raise NotImplementedError\n",
