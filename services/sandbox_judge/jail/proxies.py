@@ -531,7 +531,7 @@ def _library_error(module: str, path: str) -> type | None:
 
 def _global(value: Foreign) -> tuple[object, ...] | None:
     """A class or function of a library by its name, so that each side uses its own."""
-    home = value.__objclass__ if isinstance(value, _Method) else value
+    home = getattr(value, "__objclass__", value)
     module, path = getattr(home, "__module__", None), getattr(value, "__qualname__", "")
     if type(module) is not str or module in ("tests", "solution", "test_solution") or "<" in path:
         return None
