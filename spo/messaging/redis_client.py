@@ -325,6 +325,15 @@ MOST_CONNECTIONS = 4096
 TELL_SECONDS = 5.0
 OLDEST_REDIS = (7, 2)
 NO_EVICTION = "noeviction"
+# Answers that a server gives for a while; redis-py takes the words of those that it knows off their messages, and puts
+# the command before the answer within a pipeline.
+_REFUSALS = (
+    redis.ReadOnlyError,
+    redis.exceptions.ClusterDownError,
+    redis.exceptions.NoPermissionError,
+    redis.exceptions.TryAgainError,
+)
+_REFUSAL = re.compile(r"(?:^|caused error: )(?:NOREPLICAS|READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN|NOPERM|BUSY)\b")
 
 KNOWN_OPTIONS |= {"ssl_keyfile", "ssl_password", "ssl_cert_reqs", "ssl_ciphers", "username", "password"}
 
@@ -592,10 +601,20 @@ def refuses_writes(error: redis.RedisError) -> bool:
     return isinstance(error, redis.exceptions.OutOfMemoryError) or "MISCONF" in str(error)
 
 
+def refuses_for_now(error: redis.RedisError) -> bool:
+    """Whether the server answers that it takes no such command now, full or not: the next may be taken.
+
+    It is a replica by now (as after a failover), has too few of them, is at a script, or an operator took a right away.
+    """
+    return isinstance(error, _REFUSALS) or _REFUSAL.search(str(error)) is not None
+
+
 def as_spo_error(error: redis.RedisError) -> SpoError:
     """What a failed command means for the caller of a service: later, where the server is full, away or starting."""
     if refuses_writes(error):
         return NotReady(f"Redis is full and refuses writes: {error}", code="redis_full")
+    if refuses_for_now(error):
+        return NotReady(f"Redis takes no such command now ({type(error).__name__}): {error}", code="redis_refuses")
     if isinstance(error, redis.sentinel.MasterNotFoundError):
         return _failover("Redis", f"now ({error})")
     if isinstance(error, redis.ConnectionError | redis.TimeoutError):

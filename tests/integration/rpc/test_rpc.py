@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import redis
 
 from spo.errors import FieldViolation, InternalError, InvalidInput, LeaseLost, NotReady, SpoError, Unreachable
 from spo.rpc.client import RpcClient, is_healthy
@@ -58,6 +59,36 @@ def test_a_typed_error_arrives_as_it_was_raised(scripted: tuple[Scripted, RpcSer
     assert type(caught.value) is kind
     assert caught.value.code == kind.default_code
     assert caught.value.violations == (FieldViolation("/run_id", "unknown"),)
+
+
+@pytest.mark.parametrize(
+    "refuses",
+    [
+        pytest.param(("CONFIG", "SET", "min-replicas-to-write", "1"), id="too few replicas"),
+        # Of an address where nobody is: a primary that a failover demoted answers as this one does.
+        pytest.param(("REPLICAOF", "127.0.0.1", "1"), id="a replica by now"),
+    ],
+)
+def test_a_redis_that_takes_no_writes_for_now_is_no_fault_of_the_service(
+    scripted: tuple[Scripted, RpcServer], redis_client: redis.Redis, refuses: tuple[str, ...]
+) -> None:
+    redis_client.execute_command(*refuses)
+    try:
+        with pytest.raises(redis.ResponseError) as alone:
+            redis_client.set("a", "b")
+        with redis_client.pipeline(transaction=False) as pipe:
+            pipe.eval("#!lua flags=allow-oom\nreturn redis.call('SET', KEYS[1], 1)", 1, "a")
+            with pytest.raises(redis.ResponseError) as among_others:
+                pipe.execute()
+    finally:
+        redis_client.execute_command("REPLICAOF", "NO", "ONE")
+        redis_client.config_set("min-replicas-to-write", 0)
+
+    for refused in (alone, among_others):
+        scripted[0].fault = refused.value
+        with pytest.raises(NotReady) as told:
+            ask(scripted[1])
+        assert told.value.code == "redis_refuses"
 
 
 def test_an_unexpected_exception_becomes_an_internal_error(scripted: tuple[Scripted, RpcServer]) -> None:
