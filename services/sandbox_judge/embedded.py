@@ -11,9 +11,8 @@ import sys
 
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.sandbox_worker import lanes, this_machine
-from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.stage import JudgeScheduler
+from services.sandbox_judge.stage import JudgeScheduler, JudgeService
 from spo.errors import SpoError
 from spo.observability import configure_logs
 from spo.rpc.server import RpcServer

@@ -1,10 +1,6 @@
 """The documents of the REST API, each once: what the orchestrator answers and takes, and what the SDK returns."""
 
-from spo.api.agents import *
-from spo.api.document import *
 from spo.api.experience import *
 from spo.api.jobs import *
 from spo.api.platform import *
 from spo.api.serving import *
-from spo.api.training import *
-from spo.api.trajectories import *

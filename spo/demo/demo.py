@@ -38,7 +38,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spo.api.document import JsonObject, ReadJson
+from spo.api.platform import JsonObject, ReadJson
 from spo.client import Client
 from spo.client.models import Event, Job, MetricSeries, StepEvaluation
 from spo.console import ExitCode, console, error_console, while_checked

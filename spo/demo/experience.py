@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from spo.api.document import JsonObject, ReadJson
+from spo.api.platform import JsonObject, ReadJson
 from spo.client import Client
 from spo.console import ExitCode, console
 from spo.demo.demo import WITH_PEOPLE, Demo, DemoOutcome, fresh_demo, model_of, report_of

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 from blake3 import blake3
 
-from spo.api.document import JsonObject, ReadJson
+from spo.api.platform import JsonObject, ReadJson
 from spo.client import Client
 from spo.client.models import ContinualDetail, ContinualRound, Job
 from spo.console import ExitCode, console

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from services.inference.engine import Sample
 from services.inference.environment_pool import EnvironmentPool
 from services.inference.episodes import Episode, start_episodes
-from services.verifier.environments.environment import Reply, Setup, State, StateSeal
-from services.verifier.environments.service import Environments, EnvironmentService
+from services.verifier.environments.service import Environments, EnvironmentService, Reply, Setup, State, StateSeal
 from spo.rpc.server import RpcServer
 from spo.spec.tasks import ConversationSetup
 from spo.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server

@@ -18,6 +18,7 @@ from ulid import ULID
 from spo import errors
 from spo.client.answers import ReceivedFolder, RequestOptions, content_of, error_of, parsed, pause_asked
 from spo.client.models import (
+    PLOTTED,
     AnnouncedVersion,
     AttentionEntry,
     AttentionList,
@@ -96,8 +97,8 @@ from spo.client.models import (
     Version,
     WeightVersion,
     WeightVersions,
+    plot,
 )
-from spo.client.results import PLOTTED, plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

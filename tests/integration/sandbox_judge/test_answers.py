@@ -14,9 +14,8 @@ import redis
 from services.sandbox_judge.comparison_child import Finding
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.scoring import ComparisonPool
-from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.stage import JudgeScheduler
+from services.sandbox_judge.stage import JudgeScheduler, JudgeService
 from spo.errors import InvalidInput
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer

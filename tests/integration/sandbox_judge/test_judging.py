@@ -12,9 +12,8 @@ import pytest
 import redis
 
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.stage import JudgeScheduler, JudgeWorker
+from services.sandbox_judge.stage import JudgeScheduler, JudgeService, JudgeWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound, ResourceExhausted
 from spo.messaging import streams

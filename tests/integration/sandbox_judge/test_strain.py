@@ -15,9 +15,8 @@ from prometheus_client import REGISTRY
 from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.service import MOST_DETAILS, JudgeService
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.stage import JudgeScheduler
+from services.sandbox_judge.stage import MOST_DETAILS, JudgeScheduler, JudgeService
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady, ResourceExhausted, SpoError
 from spo.rpc.client import RpcClient

@@ -13,9 +13,8 @@ from services.sandbox_judge import isolation, sandbox_worker
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.executor import JudgeFault
 from services.sandbox_judge.isolation import TIERS, Preload
-from services.sandbox_judge.probe import choose_tier, require_packages, why_not
+from services.sandbox_judge.probe import choose_tier, require_packages, role_fault, why_not
 from services.sandbox_judge.program_judge import ProgramJudge
-from services.sandbox_judge.right_responses import role_fault
 from services.sandbox_judge.sandbox_worker import PRELOADS, Role, SandboxWorker
 from services.sandbox_judge.scoring import judge_code
 from services.sandbox_judge.settings import Settings

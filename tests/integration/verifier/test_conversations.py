@@ -16,11 +16,9 @@ from services.inference.engine import Sample
 from services.inference.environment_pool import EnvironmentPool
 from services.inference.episodes import start_episodes
 from services.sandbox_judge.probe import choose_tier
-from services.sandbox_judge.service import JudgeService
 from services.sandbox_judge.settings import Settings
-from services.sandbox_judge.stage import JudgeScheduler
-from services.verifier.environments.environment import MOST_STATE_BYTES, StateSeal
-from services.verifier.environments.service import EnvironmentService, all_environments
+from services.sandbox_judge.stage import JudgeScheduler, JudgeService
+from services.verifier.environments.service import MOST_STATE_BYTES, EnvironmentService, StateSeal, all_environments
 from spo.errors import InternalError, InvalidInput, NotFound, Unreachable
 from spo.rpc.client import RpcClient, is_healthy
 from spo.rpc.server import RpcServer

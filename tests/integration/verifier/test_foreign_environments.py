@@ -15,10 +15,17 @@ import grpc
 import pytest
 import redis
 
-from services.verifier.environments.environment import OpenState, Setup, StateSeal
 from services.verifier.environments.foreign.journal import JournalledEnvironment, Said, Worth
 from services.verifier.environments.foreign.server import action_in
-from services.verifier.environments.service import TURNS_AT_ONCE, Environments, EnvironmentService, RemoteEnvironment
+from services.verifier.environments.service import (
+    TURNS_AT_ONCE,
+    Environments,
+    EnvironmentService,
+    OpenState,
+    RemoteEnvironment,
+    Setup,
+    StateSeal,
+)
 from spo.errors import InternalError, InvalidInput, NotReady, Unreachable
 from spo.rpc.client import HEADER, RpcClient, show_token
 from spo.rpc.server import RpcServer

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import redis
 
-from services.verifier.environments.environment import StateSeal
-from services.verifier.environments.service import Environments, EnvironmentService
+from services.verifier.environments.service import Environments, EnvironmentService, StateSeal
 from services.verifier.settings import Settings
 from services.verifier.stage import VerifierScheduler, VerifierService, VerifierWorker
 from spo import redis_keys

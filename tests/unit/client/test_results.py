@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 import spo.cli.jobs
 import spo.cli.training
 from spo.cli.app import app
-from spo.client import results
-from spo.client.models import Job, MetricSeries, StepEvaluation, Trajectory
-from spo.client.results import columns, frame, plot
+from spo.client import models
+from spo.client.models import Job, MetricSeries, StepEvaluation, Trajectory, columns, frame, plot
 from spo.client.waiting_view import ProgressBar
 from spo.errors import PreconditionFailed
 from tests.support.openapi_documents import SCHEMAS, example
@@ -48,7 +47,7 @@ def test_a_missing_package_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPat
     def absent(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(results, "import_module", absent)
+    monkeypatch.setattr(models, "import_module", absent)
     for ask in (lambda: frame(SERIES), lambda: plot(SERIES)):
         with pytest.raises(PreconditionFailed, match="pip install") as refused:
             ask()

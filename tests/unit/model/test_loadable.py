@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from spo.errors import InvalidInput
+from spo.model.check_tokenizer import weight_faults
 from spo.model.folder import inspect_model_folder
-from spo.model.loadable import weight_faults
 from spo.testing.runs import write_model_without_weights
 
 Tensors = dict[str, Any]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.verifier.environments.environment import Setup
-from services.verifier.environments.service import Calculator, TextGame, computed, fenced_call, tagged_call
+from services.verifier.environments.service import Calculator, Setup, TextGame, computed, fenced_call, tagged_call
 from spo.errors import InvalidInput
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER
 

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from services.verifier.environments.environment import Reply, Setup, State
+from services.verifier.environments.service import Reply, Setup, State
 from spo.errors import InternalError
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
 

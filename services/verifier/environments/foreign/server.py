@@ -11,9 +11,8 @@ from typing import Any
 
 import httpx
 
-from services.verifier.environments.environment import OpenState, Setup
 from services.verifier.environments.foreign.journal import JournalledEnvironment, Said, StartEpisode, Worth
-from services.verifier.environments.service import Environments, EnvironmentService
+from services.verifier.environments.service import Environments, EnvironmentService, OpenState, Setup
 from spo.observability import configure_logs, get_logger
 from spo.rpc.server import RpcServer
 from spo.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server

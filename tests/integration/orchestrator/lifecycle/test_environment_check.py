@@ -9,8 +9,7 @@ import pytest
 import redis
 
 from services.orchestrator.container import AppContext
-from services.verifier.environments.environment import Environment, StateSeal
-from services.verifier.environments.service import Environments, EnvironmentService, TextGame
+from services.verifier.environments.service import Environment, Environments, EnvironmentService, StateSeal, TextGame
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
