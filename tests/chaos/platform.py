@@ -112,6 +112,9 @@ class ChaosPlatform:
             start_seconds=START_SECONDS,
             drain_seconds=10,
             trainer_ranks=self.trainer_ranks,
+            # Clocks and storage faults are libraries that a process preloads; a fork has its parent's. Kills of forks
+            # are the end-to-end tests' (tests/e2e/test_demo_survives_kills.py, tests/integration/local).
+            warm=False,
         )
         self.launcher = _Launcher(self.logs.name, self.state_disk.folder, settings, self._environment())
         self.launcher.clocks, self.launcher.storage = self.clocks, self.storage
