@@ -14,6 +14,7 @@ import io
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Generator
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import NoReturn, cast
@@ -31,7 +32,10 @@ from services.sandbox_judge.jail.wire import (
     Uncarriable,
     chance_of,
     chances,
+    differs,
     end,
+    parameters,
+    plain,
     refresh,
 )
 
@@ -102,6 +106,16 @@ class RemoteClass(type):
     def __contains__(cls, member: object) -> bool:
         """Whether it is a member of an enumeration."""
         return bool(remote().request("type", "__contains__", cls, member))
+
+
+@dataclass
+class _Told:
+    """An attribute that Python gives every class and object of its own accord, as the response's has it."""
+
+    name: str
+
+    def __get__(self, instance: object, owner: type) -> Foreign:
+        return remote().request("getattr", owner if instance is None else instance, self.name)
 
 
 class _Proxy:
@@ -311,13 +325,13 @@ class Remote(Codec):
             return ("class", self._hand("call", value), value.__name__, base)
         if _is_function(value):
             name = getattr(value, "__name__", kind.__name__)
-            return ("function", self._hand("call", value), name, getattr(value, "__doc__", None))
+            return ("function", self._hand("call", value), name, getattr(value, "__doc__", None), parameters(value))
         if isinstance(value, BaseException):
-            return ("error", self._hand("error", value), kind, tuple(map(_plain, value.args)))
+            return ("error", self._hand("error", value), kind, tuple(map(plain, value.args)))
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return ("namedtuple", kind.__name__, tuple(kind._fields), tuple(value))
         if _is_visitor(value):
-            special = tuple(name for name in SPECIAL if _differs(kind, name))
+            special = tuple(name for name in SPECIAL if differs(kind, name))
             return ("visitor", self._hand("visit", value), kind.__name__, special)
         if hasattr(kind, "__next__"):
             return ("iterator", self._hand("next", value))
@@ -407,6 +421,9 @@ class Remote(Codec):
         inherited = any(getattr(base, "_remote_named", False) for base in kept)
         body: dict[str, Foreign] = {"__module__": names[2], "__qualname__": names[1], "_remote_named": inherited}
         body["_remote_named"] = inherited or names[0] in self.named
+        body["__doc__"] = _Told("__doc__")
+        if not any(issubclass(base, BaseException) for base in kept):
+            body["__dict__"] = _Told("__dict__")
         forwarded = _FORWARDED_BY_VALUES if is_value and not body["_remote_named"] else SPECIAL
         body |= {name: _FORWARDS[name] for name in special if name in forwarded}
         if mutable is not None:
@@ -506,19 +523,6 @@ def remote() -> Remote:
 def _require_asked(name: str) -> None:
     if (name.startswith("__") and name.endswith("__") and name not in _ASKED) or name.startswith("_remote_"):
         raise AttributeError(name)
-
-
-def _differs(kind: type, name: str) -> bool:
-    found = getattr(kind, name, None)
-    return found is not None and found is not getattr(object, name, None)
-
-
-def _plain(value: object) -> object:
-    try:
-        Codec().dumps(value)
-    except Uncarriable:
-        return str(value)
-    return value
 
 
 def _library_error(module: str, path: str) -> type | None:

@@ -396,11 +396,15 @@ def _coroutine(host: _Host, number: int) -> object:
     return host.guest(number, awaited)
 
 
-def _function(host: _Host, number: int, name: str, document: str | None) -> object:
+def _function(host: _Host, number: int, name: str, document: str | None, parameters: tuple[str, ...] | None) -> object:
     def make() -> object:
         def stub(*positional: object, **named: object) -> object:
             return host.ask("call", number, positional, named)
 
+        if parameters is not None:  # what a response counts, as one that curries does
+            names = ", ".join(parameters)
+            counted: Foreign = eval(f"lambda {names}: _tests_own({names})", {"_tests_own": stub})
+            stub = counted
         stub.__name__ = stub.__qualname__ = name
         stub.__doc__ = document
         stub.__module__ = "tests"
@@ -436,7 +440,7 @@ def _visitor(host: _Host, number: int, name: str, special: tuple[str, ...]) -> o
 
 def _visiting_class(host: _Host, number: int, name: str, base: str) -> object:
     if not issubclass(NAMED[base], BaseException):
-        return _function(host, number, name, None)
+        return _function(host, number, name, None, None)
     return host.guest(number, lambda: type(name, (NAMED[base],), {"__module__": "tests"}))
 
 

@@ -14,6 +14,8 @@ import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import FunctionType
 from typing import Any, NoReturn, cast
 
 # What the other side has made, or people's own tests: nobody here knows its type.
@@ -649,3 +651,27 @@ def end(status: int, text: str = "") -> NoReturn:
     if text:
         os.write(2, text.encode(errors="replace"))
     os._exit(status)
+
+
+def plain(value: object) -> object:
+    """The value, or the text of one that cannot be carried."""
+    try:
+        Codec().dumps(value)
+    except Uncarriable:
+        return str(value)
+    return value
+
+
+def parameters(value: object) -> tuple[str, ...] | None:
+    """Names of the parameters of a function that has no others than such as a call may not leave out."""
+    if not isinstance(value, FunctionType) or value.__defaults__:
+        return None
+    code = value.__code__
+    others = code.co_kwonlyargcount or code.co_posonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
+    return None if others else code.co_varnames[: code.co_argcount]
+
+
+def differs(kind: type, name: str) -> bool:
+    """Whether a class has a method of its own, and not object's."""
+    found = getattr(kind, name, None)
+    return found is not None and found is not getattr(object, name, None)

@@ -471,6 +471,29 @@ def chained():
 def group(): raise ExceptionGroup("g", [ValueError("a")])
 """,
     ),
+    "what functions and objects say of themselves": (
+        MODULE,
+        "",
+        """
+assert curried(lambda a, b, c: a + b + c)(1)(2)(3) == 6 and arity(lambda: 0) == 0 and arity(lambda *a: 0) == 0
+assert fib.__doc__.strip() == 'F.' and Square.__doc__ == 'A square.' and Square(2).__doc__ == 'A square.'
+assert vars(Square(2)) == {'side': 2} and Square(3).__dict__ == {'side': 3}
+""",
+        """
+import functools, inspect
+def curried(f):
+    count = len(inspect.signature(f).parameters)
+    def more(*a): return f(*a) if len(a) >= count else lambda *b: more(*a, *b)
+    return more
+def arity(f): return f.__code__.co_argcount
+@functools.lru_cache
+def fib(n):
+    ' F. '
+class Square:
+    'A square.'
+    def __init__(self, side): self.side = side
+""",
+    ),
     "methods and coroutines handed in": (
         MODULE,
         "",
