@@ -78,14 +78,20 @@ from spo.v1.verdict_pb2 import (
 
 MOST_POINTS = 10
 _NAMES = re.compile(r"\{(statement|response|reference)\}")
-# "Final Score: 8/10", "- Score: 8.5 / 10.", "> **Overall score** = 8 out of 10", "### Score: 8/10", "Score: [8/10]".
+# "Final Score: 8/10", "- Score: 8.5 / 10.", "> **Overall score** = 8 out of 10", "### Score: 8/10", "Score: [8/10]",
+# "Therefore, I would give this response a score of 8/10.", "Rating: [[8]]/10", "<score>8/10</score>".
 _SCORE = re.compile(
-    r"(?:[-+\u2022>#]{1,6}\s*|\d{1,2}[.)]\s+)?(?:(?:my|the|final|overall|total)\s+){0,3}(?:score|rating|grade|vote)"
-    r"\s*(?:[:=\uff1a]|is:?)\s*[\[(<]?\s*([0-9]{1,2}(?:\.[0-9]{1,6})?)\s*(?:/|out of)\s*10(?:\.0)?\s*[\])>]?\s*[.!]?",
+    r"(?:[-+\u2022>#]{1,6}\s*|\d{1,2}[.)]\s+)?[\[(]?(?:(?:therefore|thus|so|hence|overall),?\s+)?"
+    r"(?:(?:(?:my|the|final|overall|total)\s+){0,3}(?:score|rating|grade|vote)\s*(?:[:=\uff1a]|is:?)"
+    r"|I(?:['\u2019](?:d|ll)|\s+would|\s+will)?\s+(?:give|rate|score|grade)\s+(?:it|(?:this|the)(?:\s+(?:response|answer))?)"
+    r"(?:\s+(?:an?|as)(?:\s+(?:score|rating|grade)\s+of)?)?|<(?P<tag>score|rating|grade)>)"
+    r"\s*[\[(<]{0,2}\s*(?P<points>[0-9]{1,2}(?:\.[0-9]{1,6})?)\s*\]{0,2}\s*(?:/|out\s+of)\s*10(?:\.0)?(?:\s*points)?"
+    r"\s*[\])>]{0,2}\s*[.!]?(?(tag)</(?P=tag)>)",
     re.ASCII | re.IGNORECASE,
 )
 _BOXED = re.compile(r"\$?\\boxed\{(?:\\text\{)?([^{}]*)\}?\}\$?")
-_EMPHASIS = str.maketrans("", "", "*_`")
+# Emphasis and quotation go; strokes of other widths are one.
+_PLAIN = str.maketrans("\uff0f\u2044", "//", '*_`$"\u201c\u201d')
 _SHOWN_CHARACTERS = 120
 
 _RULE = (
@@ -156,11 +162,11 @@ def points_in(text: str) -> float:
     """The points of a vote: its last line that is not blank is `Score: X/10`, in one of its usual forms. Raises
     BadAnswer."""
     lines = [line for line in text.splitlines() if line.strip()]
-    last = _BOXED.sub(r"\1", lines[-1]).translate(_EMPHASIS).strip() if lines else ""
+    last = _BOXED.sub(r"\1", lines[-1]).translate(_PLAIN).strip() if lines else ""
     found = _SCORE.fullmatch(last)
-    if not found or float(found[1]) > MOST_POINTS:
+    if not found or float(found["points"]) > MOST_POINTS:
         raise BadAnswer(f"the judge's last line is no 'Score: X/{MOST_POINTS}' but {last[:_SHOWN_CHARACTERS]!r}")
-    return float(found[1])
+    return float(found["points"])
 
 
 class ModelScorer:

@@ -122,6 +122,10 @@ def test_a_model_that_cannot_be_asked_is_refused_at_its_field(schedulers: Schedu
         *("Final Score: 8/10", "- Score: 8/10", "* Score: 8/10", "**Final Score:** 8/10", "> Score: 8/10"),
         *("Score: 8 out of 10", "1. Score: 8/10", "Score = 8/10", "My final score is 8/10.", "### Score: 8/10"),
         *(r"\boxed{Score: 8/10}", r"Score: \boxed{8/10}", "Score: [8/10]", "Rating: 8/10", "\u2022 Score : 8.0/10"),
+        *("I'd give it 8 out of 10", "I would give this response a score of 8/10.", "I rate it 8/10", "(Score: 8/10)"),
+        *("Therefore, the score is 8/10.", "Overall, I\u2019ll give the answer an 8/10!", "Rating: [[8]]/10"),
+        *("Score: [[8/10]]", "<score>8/10</score>", '"Score: 8/10"', "Score: $8/10$", "Score: 8\uff0f10"),
+        "Score: 8/10 points",
     ],
 )  # fmt: skip
 def test_a_vote_is_read_in_its_usual_forms(line: str) -> None:
@@ -130,7 +134,11 @@ def test_a_vote_is_read_in_its_usual_forms(line: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["Score: 8/10 or 9/10", "Score: 80/100", "not Score: 8/10", "Score: 8/10 and more", "8 of 10", "Score: 8/105"],
+    [
+        *("Score: 8/10 or 9/10", "Score: 80/100", "not Score: 8/10", "Score: 8/10 and more", "8 of 10", "Score: 8/105"),
+        *("Score: 8/10, Score: 3/10", "I would not give it 8/10", "Score: 7-8/10", "Score: 8.5", "Rating: [[8]]"),
+        *("I'd give it 8/10 if it were shorter", "<score>8/10</rating>", "Score: 8/100", "Score: ~8/10"),
+    ],
 )  # fmt: skip
 def test_another_line_is_no_vote(line: str) -> None:
     with pytest.raises(BadAnswer, match="last line"):
