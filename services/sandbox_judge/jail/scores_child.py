@@ -50,6 +50,8 @@ _WRITTEN: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\\varnothing(?![A-Za-z])|\u2205"), r"\\emptyset "),
     (re.compile(r"\\(?:mathrm|text|mathbf|mathit) ?\{ ?i ?\}|\\imath(?![A-Za-z])"), "i"),
     (re.compile(r"(?<=\d) +i(?![A-Za-z])"), "i"),
+    (re.compile(r"\\(?:mathrm|text|mathbf|mathit) ?\{ ?e ?\}(?=\s*\^)"), "e"),
+    (re.compile(r"\((\d+)\)(?=\s*_)"), r"\1"),
 )
 # A decimal number whose last digits repeat, which the package does not read.
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{\s*(\d+)\s*\}")
@@ -63,6 +65,7 @@ _HALF_LINE = re.compile(
     r"[\s$]*(?:[A-Za-z]|\\[a-z]+)\s*(<|>|\\[lg]t(?![A-Za-z])|\\[lg]eq?(?:slant)?(?![A-Za-z])|\u2264|\u2265)"
     r"\s*([^<>=,\u2264\u2265]+?)[\s$]*"
 )
+_OR = re.compile(r"\\text ?\{\s*or\s*\}|\bor\b|\\(?:lor|vee)(?![A-Za-z])|\u2228")
 # A bound of nothing: the package reads the number alone.
 _BOUND = re.compile(r"[\s${(]*(?:\\(?:neq?|not|geq?|leq?|gtr?|less|lt)(?![A-Za-z])|[<>\u2260\u2264\u2265])")
 # A congruence: what is left out, residues, and the modulus.
@@ -105,7 +108,8 @@ _NUMERAL = re.compile(
 )
 _SYMBOL = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?")
 # Marks on a number that make another of it and that the package leaves out: a base, primes, digits left open.
-_BASE = re.compile(r"\d\)?\s*(?:_|\\sb(?![A-Za-z]))\s*(\d|\{[^{}]*\})")
+_BASE = re.compile(r"\d\)?\s*(?:_|\\sb(?![A-Za-z]))\s*(\d|\{(?:[^{}]|\{[^{}]*\})*\})")
+_BASES = {"two": "2", "three": "3", "five": "5", "eight": "8", "ten": "10", "sixteen": "16"}
 _OPEN = re.compile(
     r"\d\s*(?:'|\\prime(?![A-Za-z])|\^\s*\{?\s*\\prime|\u2032|\.\s*\.|\u2026|\\[lc]?dots(?![A-Za-z])|\?)[\s.'?\u2032\u2026}$]*$"
 )
@@ -294,8 +298,8 @@ def _mathematics(sent: Sent) -> Score:
             if moduli:
                 return float(any(_is_congruent(congruence, text) for text in sent["expected"]))
             answer = congruence[0]
-        if unbounded and not sent["whole"] and (half_line := _HALF_LINE.fullmatch(answer)):
-            answer = _interval(*half_line.groups())
+        if unbounded and not sent["whole"]:
+            answer = _intervals(answer)
         found = mathematical(answer, whole=sent["whole"], several=several)
         if not found:
             raise Refused("math-verify finds no mathematics in the answer")
@@ -310,11 +314,17 @@ def _mathematics(sent: Sent) -> Score:
 def _refuse_marks(answer: str, expected: list[str]) -> None:
     """Raises Refused where an answer's numbers have a base that no expected answer has, or end in primes or dots."""
     # What an equation comes to is its last side.
-    bases = {base.strip("{} ") for base in _BASE.findall(answer.rpartition("=")[2])}
-    if bases and not any(bases == {base.strip("{} ") for base in _BASE.findall(text)} for text in expected):
+    bases = _bases(answer.rpartition("=")[2])
+    if bases and not any(bases == _bases(text) for text in expected):
         raise Refused("the answer is a number in another base")
     if _OPEN.search(answer.strip("* ")) and not any(map(_OPEN.search, expected)):
         raise Refused("the answer ends in a mark that leaves its number open")
+
+
+def _bases(text: str) -> set[str]:
+    """The bases that a text's numbers have, in digits where it writes them as words."""
+    written = (re.sub(r"\\[a-z]+|[{}\s]|base", "", base).lower() for base in _BASE.findall(text))
+    return {_BASES.get(base, base) for base in written}
 
 
 def _congruence(text: str) -> tuple[str, str] | None:
@@ -392,6 +402,15 @@ def _as_mathematics(answer: str, *, several: bool) -> str:
     if len(distinct) > 1:
         return f"${', '.join(distinct)}$"
     return answer if pieces or "\\boxed" in answer or _DOLLAR.search(answer) else f"${answer}$"
+
+
+def _intervals(answer: str) -> str:
+    """Bounds of a variable, joined by "or", as intervals; any other answer as it is."""
+    found = [_HALF_LINE.fullmatch(part) for part in _OR.split(answer)]
+    names = {part.strip("$ ")[:1] for part in _OR.split(answer)}
+    if not all(found) or len(names) > 1:
+        return answer
+    return " \\cup ".join(_interval(*half_line.groups()) for half_line in found if half_line)
 
 
 def _interval(order: str, bound: str) -> str:

@@ -59,6 +59,26 @@ def outcomes_of(verdicts: list[Verdict]) -> list[str]:
             [r"\begin{pmatrix}1&-2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&-2\\3&\frac{8}{2}\end{bmatrix}"],
             [r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "4"],
         ),
+        (
+            r"(-\infty, 2) \cup (3, \infty)",
+            [r"x<2 \text{ or } x>3", "x < 2 or x > 3", r"x\in(3,\infty)\cup(-\infty,2)"],
+            [r"x \le 2 \text{ or } x>3", "x<2", r"x<2 \text{ or } y>3", r"x<2 \text{ or } x<3", r"x>3 \text{ or } 7"],
+        ),
+        ("[1,2)", [r"x \in [1, 2)", r"\left[1,2\right)", r"1 \le x < 2"], ["[1,2]", r"x\in[1,2]", "(1,2)"]),
+        (
+            "2516_8",
+            ["2516_{8}", "(2516)_8", r"2516_{\text{eight}}", "2516"],
+            ["2516_9", r"2516_{\text{nine}}", "(2516)_9", "2517_8"],
+        ),
+        ("e^2", [r"\mathrm{e}^2", r"\text{e}^{2}"], [r"\mathrm{e}^3", r"\mathrm{e}"]),
+        (
+            r"\text{Monday}",
+            ["Monday", r"\textbf{Monday}", r"\text{monday}"],
+            [r"\text{Tuesday}", r"\text{Monday or Tuesday}"],
+        ),
+        ("(2,-1)", ["(x,y)=(2,-1)", "x=2, y=-1"], ["(-1,2)", "x=2"]),
+        (r"1 \pm \sqrt{19}", [r"1+\sqrt{19},1-\sqrt{19}"], [r"1+\sqrt{19}"]),
+        (r"\$32,\!348", ["32348", r"\$32,348", "$32348$"], ["32", "348"]),
     ],
 )
 def test_what_means_the_same_is_right(judge: JudgeScheduler, expected: str, right: list[str], wrong: list[str]) -> None:
