@@ -14,6 +14,7 @@ import heapq
 import json
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +56,10 @@ SHARED_WORDS = 8
 SHARED_SHARE = 0.02
 
 # Signs count where they are arithmetic: 5 + 3 is not 5 - 3.
-_WORD = re.compile(r"\w+|[+*/^=<>\u00d7\u00f7\u2212]|-(?=\s?\d)")
+# Vowels and accents of their own code points belong to their words; others show nothing, or are a power.
+_MARK = r"\u0300-\u036f\u064b-\u065f\u0900-\u0963\u0966-\u109f\u1780-\u17d3"
+_INVISIBLE, _POWER = re.compile("[\u00ad\u200b-\u200f\u2060\ufeff]"), re.compile("[\u00b2\u00b3\u00b9\u2070-\u2079]+")
+_WORD = re.compile(rf"[\w{_MARK}]+|[+*/^=<>\u00d7\u00f7\u2212]|-(?=\s?\d)")
 
 Reader = Callable[[str], Iterator[Problem]]
 
@@ -252,6 +256,10 @@ def _normal(problem: Problem, instruction: str = "") -> str:
     statement = problem.statement.removesuffix(INSTRUCTION)
     if instruction:
         statement = statement.removesuffix(instruction)
+    if not statement.isascii():
+        # One character has several code points, and widths; raised digits are no digits of what stands before them.
+        statement = _INVISIBLE.sub("", _POWER.sub(r"^\g<0>", statement))
+        statement = unicodedata.normalize("NFKC", statement)
     return " ".join(_WORD.findall(statement.casefold()))
 
 

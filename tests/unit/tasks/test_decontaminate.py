@@ -186,12 +186,33 @@ def problem_of(statement: str, answer: str) -> Problem:
         ("Is 5 < 3?", "Is 5 > 3?"),
         ("2^3", "2 * 3"),
         ("-5", "5"),
+        ("What is 10\u00b2?", "What is 102?"),
+        # Two vowels of Hindi, which are marks of their own.
+        ("\u092e\u0947\u0902", "\u092e\u0948\u0902"),
     ],
 )
 def test_arithmetic_signs_tell_statements_apart(left: str, right: str) -> None:
     index = ContaminationIndex([problem_of(left, "1")], 0.8)
     assert index.find_copy(problem_of(right, "2")) is None
     assert index.find_copy(problem_of(f" {left.upper()} ", "1")) is not None
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ("caf\u00e9", "cafe\u0301"),
+        ("\uff11\uff12 apples", "12 apples"),
+        ("so\u00adfar and a\u200bb", "sofar and ab"),
+        ("find x\u00b2", "find x^2"),
+        ("in\u00a0full", "in full"),
+        ("\ufb01nd it", "find it"),
+    ],
+)
+def test_other_code_points_of_the_same_characters_do_not_hide_a_copy(left: str, right: str) -> None:
+    for held_out, candidate in ((left, right), (right, left)):
+        copy = ContaminationIndex([problem_of(held_out, "1")], 0.8).find_copy(problem_of(candidate, "1"))
+        assert copy is not None
+        assert copy.reason == "same statement"
 
 
 def test_a_statement_of_several_problems_is_a_copy_by_its_content_alone() -> None:
