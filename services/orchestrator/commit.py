@@ -150,6 +150,8 @@ if ARGV[6] ~= '' then
   local found = redis.call('HGET', KEYS[5], ARGV[6]) or ''
   if found ~= ARGV[7] then return {{'guard', 0, state, found}} end
 end
+-- Before the first write: a script that fails is not undone, and what is no stream of events fails here.
+local newest = ARGV[8] ~= '' and redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
 local lease_ms = tonumber(ARGV[15])
 if lease_ms > 0 then
   if ARGV[16] ~= '' and redis.call('HGET', KEYS[4], 'trainer_id') ~= ARGV[16]
@@ -171,7 +173,6 @@ if ARGV[3] ~= '' then
 end
 local seq = 0
 if ARGV[8] ~= '' then
-  local newest = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
   seq = newest and tonumber(string.match(newest[1], '^%d+')) + 1 or 1
   local before = state == 'absent' and '' or state
   redis.call('XADD', KEYS[2], seq .. '-0', 'at', ARGV[11], 'actor', ARGV[10], 'kind', ARGV[8], 'body', ARGV[9],

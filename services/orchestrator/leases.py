@@ -31,7 +31,7 @@ from spo.weights.store import CHECKPOINT_DIGITS, FolderBackend, WeightBackend, W
 Column = list[float | None]
 
 # KEYS: lease, leader.  ARGV: lease ms.  Returns {trainer or '', epoch, 1 when it is live, expiry}.
-_READ = f"""#!lua flags=allow-oom
+_READ = f"""#!lua flags=no-writes
 {LEASE_IS_LIVE}
 local live = lease_is_live(KEYS[1], KEYS[2], now_ms(), tonumber(ARGV[1]))
 local held = redis.call('HMGET', KEYS[1], 'trainer_id', 'epoch', 'expires_unix_ms')

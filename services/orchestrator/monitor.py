@@ -76,6 +76,11 @@ _NUMBER = re.compile(r"\d+(\.\d+)?")
 _TRIED_AND_ENDS = tuple(
     (re.compile(pattern), tried, ends)
     for pattern, tried, ends in (
+        (
+            r"^Redis (takes no|did not answer|refuses)",
+            "it is asked again every second",
+            "Redis takes it; the words after the colon are its own",
+        ),
         (r"for a slot", "it is looked for every second", "a job that ends or is paused gives its slot back"),
         (r"no live replica of", "heartbeats are looked for", "one starts: `spo doctor` and its log say why none does"),
         (
@@ -300,6 +305,8 @@ class JobMonitor:
         self._sampled_at: dict[str, float] = {}
         self._progress: dict[str, tuple[object, float]] = {}
         self._noted: dict[str, str] = {}
+        # Why the orchestrator's rounds over all jobs fail, in words; "" where they do not.
+        self.outage = ""
         self._pool_facts: tuple[float, dict[str, float]] = (float("-inf"), {})
         # How the evaluations of a job that are under way stand, in words.
         self.evaluations: Callable[[str], list[str]] = lambda job_id: []
@@ -370,7 +377,7 @@ class JobMonitor:
 
     def waits(self, job_id: str, state: JobState) -> list[str]:
         """Who waits for whom right now, in words; the first is the likeliest reason of a standstill."""
-        noted = [self._noted[job_id]] if job_id in self._noted else []
+        noted = [reason for reason in (self.outage, self._noted.get(job_id)) if reason]
         if state not in (JobState.ESTIMATING, JobState.RUNNING):
             return noted
         waiting = entries_in_pipeline(self.jobs.client, job_id)
@@ -387,7 +394,7 @@ class JobMonitor:
                 *found,
                 *self._missing("inference", *self._judges(job_id), "value-estimation"),
                 *self._problems(job_id),
-                f"training waits for {prompts} prompts at value-estimation",
+                *([f"training waits for {prompts} prompts at value-estimation"] if prompts else []),
             ]
         found += [
             f"{replica.pool} {replica.replica_id}: {replica.problem}"

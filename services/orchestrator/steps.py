@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import redis
 
@@ -43,6 +44,7 @@ from services.orchestrator.values import (
 )
 from spo import redis_keys
 from spo.errors import IntegrityError, NotFound, NotReady, SpoError, Unreachable, storage_error
+from spo.messaging.redis_client import as_spo_error
 from spo.observability import get_logger
 from spo.rpc.pools import JudgePools
 from spo.service.process import in_rounds
@@ -66,6 +68,12 @@ ADOPTION_SECONDS = 30.0
 PATIENCE_SECONDS = 30.0
 # A step that takes so long is named among the job's waits.
 LONG_STEP_SECONDS = 5.0
+# What a round is tried again after.
+_PASSING = (redis.RedisError, NotReady)
+
+
+def _raise(job_id: str, error: redis.RedisError) -> None:
+    raise error
 
 
 class JobQueue:
@@ -75,6 +83,8 @@ class JobQueue:
         self.jobs = jobs
         self.replicas = replicas
         self.max_running_jobs = max_running_jobs
+        # Told what Redis says where a job's turn came; raises what holds up every job.
+        self.refused: Callable[[str, redis.RedisError], None] = _raise
         self._lock = threading.Lock()
 
     def capacity(self) -> int:
@@ -96,15 +106,24 @@ class JobQueue:
         return [job_id for _, job_id in sorted(found)]
 
     def fill(self) -> None:
-        """Give the free slots to waiting jobs."""
+        """Give the free slots to waiting jobs; where `refused` returns, the next in turn gets the slot."""
         with self._lock:
             holding = self.jobs.in_states(HOLDS_SLOT)
             free = self.capacity() - len(holding)
             if free <= 0 or not (waiting := self.waiting()):
                 return
-            for job_id in turns_of(self.jobs.client, self.jobs.by_priority(waiting), holding)[:free]:
-                if not self.jobs.transition(job_id, JobState.VALIDATING, "its turn came", expected=(JobState.QUEUED,)):
-                    self._resume(job_id)
+            for job_id in turns_of(self.jobs.client, self.jobs.by_priority(waiting), holding):
+                if free > 0:
+                    free -= self._begin(job_id)
+
+    def _begin(self, job_id: str) -> bool:
+        try:
+            if not self.jobs.transition(job_id, JobState.VALIDATING, "its turn came", expected=(JobState.QUEUED,)):
+                self._resume(job_id)
+        except redis.RedisError as error:
+            self.refused(job_id, error)
+            return False
+        return True
 
     def _resume(self, job_id: str) -> None:
         if not self.jobs.transition(
@@ -405,27 +424,46 @@ class JobRunner:
         self.monitor = monitor
         self.assigner = assigner
         self._tidied_at = 0.0
-        self._adoption = JobSteps(self._adopt, "adoption")
-        self._steps = JobSteps(self._advance, "job-step")
+        queue.refused = self._note_or_raise
+        self._adoption = JobSteps(self._alone(self._adopt), "adoption")
+        self._steps = JobSteps(self._alone(self._advance), "job-step")
 
     def run(self, stop: threading.Event) -> None:
         """Adopt what an earlier process left and advance all jobs until stop."""
         try:
-            passing = (redis.RedisError, NotReady)
-            in_rounds(lambda: self.tick(TICK_SECONDS), stop, TICK_SECONDS, "jobs wait", passing, self.adopt)
+            in_rounds(lambda: self.tick(TICK_SECONDS), stop, TICK_SECONDS, "jobs wait", _PASSING, self.adopt)
         finally:
             self._adoption.close()
             self._steps.close()
 
     def adopt(self) -> None:
         """Check the state of every unfinished job against its events and say that it has an owner again."""
-        self._adoption.round(self.jobs.in_states([*ACTIVE, JobState.QUEUED]), ADOPTION_SECONDS)
+        with self._outage_named():
+            self._adoption.round(self.jobs.in_states([*ACTIVE, JobState.QUEUED]), ADOPTION_SECONDS)
 
     def tick(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
         """One round: fill the free slots, then advance every active job by one step.
 
         A step that takes longer than patience_seconds goes on beside the following rounds.
         """
+        with self._outage_named():
+            self._round(patience_seconds)
+
+    @contextmanager
+    def _outage_named(self) -> Iterator[None]:
+        """While rounds fail, no job is looked after: every job's waits say why."""
+        try:
+            if self.monitor.outage:
+                # A round need not write, and what only reads must not call it over while writes are refused.
+                self.jobs.write(("ZREM", own_keys.resuming(), ""))
+            yield
+        except _PASSING as error:
+            self.monitor.outage = (as_spo_error(error) if isinstance(error, redis.RedisError) else error).message
+            raise
+        self.monitor.outage = ""
+
+    def _round(self, patience_seconds: float) -> None:
+        self._tidy()
         self.queue.fill()
         active = self.jobs.in_states(ACTIVE)
         adopted_later = self._adoption.seconds_under_way()
@@ -434,11 +472,24 @@ class JobRunner:
             if seconds > LONG_STEP_SECONDS:
                 self.monitor.note_wait(job_id, f"its step in the orchestrator has taken {seconds:.0f} s so far")
         self.assigner.balance()
+
+    def _tidy(self) -> None:
         if time.monotonic() - self._tidied_at > HOUSEKEEPING_SECONDS:
             self._tidied_at = time.monotonic()
             self.assigner.replicas.drop_silent()
+            # Before slots are filled: what keeps a job from its slot is noted then, for as long as it is so.
+            active = self.jobs.in_states(ACTIVE)
             self.monitor.forget(active)
             self.training.forget(active)
+
+    def _alone(self, step: Callable[[str], None]) -> Callable[[str], None]:
+        def guarded(job_id: str) -> None:
+            try:
+                step(job_id)
+            except redis.RedisError as error:
+                self._note_or_raise(job_id, error)
+
+        return guarded
 
     def _adopt(self, job_id: str) -> None:
         try:
@@ -491,6 +542,14 @@ class JobRunner:
             # A fault of ours ends this job, loudly, and no other.
             log.exception("advancing a job failed", job=job_id)
             self.jobs.fail(job_id, "internal", f"{type(error).__name__}: {error}")
+
+    def _note_or_raise(self, job_id: str, error: redis.RedisError) -> None:
+        """Raise an outage of Redis, which all jobs wait for; what it says of one job's keys holds up that job alone."""
+        found = as_spo_error(error)
+        if found.retryable:
+            raise error
+        log.error("Redis refuses what a job needs; it waits, others go on", job=job_id, reason=found.message)
+        self.monitor.note_wait(job_id, f"Redis refuses what the job needs: {found.message}")
 
     def _move_events(self, job_id: str) -> str:
         """Keep what Redis has of the job's events within bounds; why it cannot be, "" when it is."""

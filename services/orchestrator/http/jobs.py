@@ -269,7 +269,7 @@ def _metrics(record: JobRecord, newest: list[tuple[bytes, float]]) -> dict[str, 
 
 def waits(context: AppContext, job_id: str, state: JobState) -> list[str]:
     """What a job that has not ended waits for, in words."""
-    reasons = [*context.queue.reasons(job_id, state), *context.monitor.waits(job_id, state)]
+    reasons = [*context.monitor.waits(job_id, state), *context.queue.reasons(job_id, state)]
     return context.monitor.named(job_id, state, reasons)
 
 

@@ -12,6 +12,7 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys, steps
 from services.orchestrator.container import AppContext
+from services.orchestrator.http.jobs import job_document
 from spo import redis_keys
 from spo.errors import Unreachable
 from spo.spec.job_spec import parse_job_spec
@@ -101,6 +102,35 @@ def test_a_job_whose_history_cannot_be_fails_by_name_and_the_others_are_adopted(
     assert roomy.jobs.record(damaged).failure_code == "history_damaged"
     assert roomy.jobs.state(healthy) is not JobState.QUEUED
     assert "adopted" in [event.kind for event in roomy.jobs.events(healthy)]
+
+
+def test_what_redis_says_of_one_jobs_keys_holds_up_that_job_alone(
+    roomy: AppContext, redis_client: redis.Redis, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A process of its own, that begins slowly; this is about what comes after it.
+    monkeypatch.setattr(roomy.runner.preparation.model_check, "of_all_prompts", lambda *asked: {})
+    names = ("queued", "running", "healthy")
+    queued, running, healthy = (submit(roomy, document, name) for name in names)
+    for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+        roomy.jobs.transition(running, state, "test")
+    for damaged in (queued, running):
+        redis_client.set(own_keys.job_events(damaged), "by a hand that meant another key")
+
+    roomy.runner.adopt()
+    roomy.runner.tick()
+
+    assert "adopted" in [event.kind for event in roomy.jobs.events(healthy)]
+    wait_until(lambda: _moves(roomy, healthy), "the healthy job goes on", 60, 0.3)
+    for damaged, state in ((queued, JobState.QUEUED), (running, JobState.RUNNING)):
+        assert roomy.jobs.state(damaged) is state, "nothing was lost of it, and it can be mended"
+        told = job_document(roomy, damaged).waits[0]
+        assert told.startswith("Redis refuses what the job needs:")
+        assert "WRONGTYPE" in told
+
+
+def _moves(context: AppContext, job_id: str) -> bool:
+    context.runner.tick()
+    return context.jobs.state(job_id) is JobState.ESTIMATING
 
 
 def test_a_job_that_is_on_the_lists_but_not_there_keeps_nobody_from_a_slot(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import redis
 
 from services.orchestrator import evaluation, scoring
 from services.orchestrator.container import AppContext
@@ -76,7 +77,7 @@ def nothing(context: AppContext, job_id: str) -> None:
         pytest.param(JobState.VALIDATING, nothing, "model, tasks and tests to be checked", id="its check"),
         pytest.param(JobState.ESTIMATING, judge_away, "no live replica of sandbox-judge", id="the judge is away"),
         pytest.param(JobState.ESTIMATING, values_away, "no live replica of value-estimation", id="values are away"),
-        pytest.param(JobState.ESTIMATING, nothing, "prompts at value-estimation", id="values do not come"),
+        pytest.param(JobState.ESTIMATING, nothing, "for the values of its prompts", id="values do not come"),
         pytest.param(JobState.RUNNING, nothing, "waits for a trainer to lease it", id="no trainer"),
         pytest.param(
             JobState.RUNNING,
@@ -119,6 +120,51 @@ def test_a_job_that_stands_still_says_for_what_since_when_and_what_ends_it(
 
     assert told, job_document(context, job_id).waits
     assert re.search(r"\(since 22:13:20 UTC; tried: .+; ends when: .+\)$", told[0]), told
+
+
+def refused(context: AppContext) -> bool:
+    """Whether Redis refuses a round over the jobs."""
+    try:
+        context.runner.tick()
+    except redis.RedisError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "state",
+    [JobState.QUEUED, JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING, JobState.PAUSING],
+)
+def test_while_redis_takes_no_writes_each_jobs_first_wait_is_that(
+    context: AppContext,
+    redis_client: redis.Redis,
+    document: Document,
+    state: JobState,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A process of its own, that begins slowly; this is about what comes after it.
+    monkeypatch.setattr(context.runner.preparation.model_check, "of_all_prompts", lambda *asked: {})
+    now = [1_700_000_000.0]
+    context.monitor.clock = lambda: now[0]
+    job_id = job_in(context, document, JobState.RUNNING if state is JobState.PAUSING else state)
+    if state is JobState.PAUSING:
+        context.jobs.transition(job_id, state, "test")
+    redis_client.config_set("min-replicas-to-write", 1)
+    try:
+        wait_until(lambda: refused(context), "a step of the job writes", 60)
+        first = job_document(context, job_id).waits[0]
+        now[0] += 61
+        later = job_document(context, job_id).waits[0]
+        assert refused(context), "what only reads does not call it over"
+        assert context.jobs.state(job_id) is state
+    finally:
+        redis_client.config_set("min-replicas-to-write", 0)
+
+    assert first.startswith("Redis takes no such command now")
+    assert "NOREPLICAS" in first
+    assert later.startswith(f"{first} (since 22:13:20 UTC; tried: it is asked again every second; ends when: Redis")
+    assert not refused(context)
+    assert not any("NOREPLICAS" in wait for wait in job_document(context, job_id).waits), "it is over"
 
 
 def test_an_evaluation_that_nobody_answers_says_so(
