@@ -56,6 +56,8 @@ def test_replicas_take_a_broadcast_and_the_files_when_one_of_them_dies_in_it(
         stays, dies = replicas
         for replica in replicas:
             wait_until(lambda replica=replica: platform.beat(replica).run_id == RUN, "a replica", WAIT_SECONDS)
+        # Forks of the warm parent may serve before the sender, a process of its own, has loaded its libraries.
+        wait_until(lambda: broadcaster.offer() is not None, "the sender", WAIT_SECONDS)
         publish(redis_client, write_version(platform.store, 1), broadcaster, 2)
         for replica in replicas:
             wait_until(lambda r=replica: platform.beat(r).policy_version == 1, "version 1", WAIT_SECONDS)
