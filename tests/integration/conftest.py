@@ -104,7 +104,7 @@ def surroundings(
     """Builds what value-estimation works among; takes other doubles and Settings' fields."""
     import torch
 
-    from services.replay_buffer.sampling import BatchSampler, ReplayService
+    from services.replay_buffer.service import BatchSampler, ReplayService
     from services.replay_buffer.store import ReplayStore
     from services.value_estimation.reference import Policies, References
     from services.value_estimation.samples import connect_clients
