@@ -1,6 +1,5 @@
-"""gRPC service of value-estimation: decode, call, encode.
-
-The policy as value: Q_t and A_t for every token of stored trajectories, and how well Q_t predicts pi0.
+"""gRPC service of value-estimation: values of prompts on demand, and the policy as value:
+Q_t and A_t for every token of stored trajectories, and how well Q_t predicts pi0.
 
 Q_t = Qhat_0 + sum over s <= t of A_s,    A_s = beta (ln pi(a_s) - ln pi0(a_s))        (Eq. 11, 12)
 """

@@ -1,12 +1,10 @@
-"""gRPC clients: every call has a deadline, shows the platform's token, keeps messages small, and fails with a
-SpoError.
+"""gRPC clients: every call ends, shows the platform's token, keeps messages small, and fails with a SpoError.
 
-The token that the platform's services show each other, so that nobody else in the cluster is answered.
-It travels in the metadata of every call, in clear text where the network does not encrypt: it keeps strangers out where
-a cluster enforces no network policies, and is no TLS. Health checks are answered without it.
+The platform's services show each other a token, so that nobody else in the cluster is answered. It travels in the
+metadata of every call, in clear text where the network does not encrypt: it keeps strangers out where a cluster
+enforces no network policies, and is no TLS. Health checks are answered without it.
 
-Calls whose length the job decides: they live while the other side shows signs of life, however long they take.
-
+A call has a deadline, unless a job decides its length: such a call lives while the other side shows signs of life.
 A server sends a part every BEAT_SECONDS while its engine, workers or model are at it, and what has finished at once. A
 caller waits while parts come, gives up SILENT_SECONDS after the last one, and keeps what has finished, so that a second
 try asks only for the rest. A server whose caller has gone stops. Servers of earlier releases have no parts: they are
