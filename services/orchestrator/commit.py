@@ -108,11 +108,6 @@ local function lease_is_live(lease, leader, now, lease_ms)
   local held = redis.call('HMGET', lease, 'trainer_id', 'expires_unix_ms')
   local expires = tonumber(held[2] or '0')
   if not held[1] or held[1] == '' then return false end
-  if expires > now + 2 * lease_ms then
-    -- The server's clock was set back: one lease from now.
-    expires = now + lease_ms
-    redis.call('HSET', lease, 'expires_unix_ms', expires)
-  end
   if expires > now then return true end
   local served = redis.call('HMGET', leader, 'since_unix_ms', 'away_unix_ms')
   return expires >= tonumber(served[2] or '0') and now < tonumber(served[1] or '0') + lease_ms

@@ -30,12 +30,23 @@ from spo.weights.store import CHECKPOINT_DIGITS, FolderBackend, WeightBackend, W
 
 Column = list[float | None]
 
-# KEYS: lease, leader.  ARGV: lease ms.  Returns {trainer or '', epoch, 1 when it is live, expiry}.
+# KEYS: lease, leader.  ARGV: lease ms.  Returns {trainer or '', epoch, 1 when it is live, expiry, 1 when that lies
+# further ahead than any lease: the server's clock was set back}.
 _READ = f"""#!lua flags=no-writes
 {LEASE_IS_LIVE}
-local live = lease_is_live(KEYS[1], KEYS[2], now_ms(), tonumber(ARGV[1]))
+local now, lease_ms = now_ms(), tonumber(ARGV[1])
+local live = lease_is_live(KEYS[1], KEYS[2], now, lease_ms)
 local held = redis.call('HMGET', KEYS[1], 'trainer_id', 'epoch', 'expires_unix_ms')
-return {{held[1] or '', tonumber(held[2] or '0'), live and 1 or 0, tonumber(held[3] or '0')}}
+local expires = tonumber(held[3] or '0')
+return {{held[1] or '', tonumber(held[2] or '0'), live and 1 or 0, expires, expires > now + 2 * lease_ms and 1 or 0}}
+"""
+
+# KEYS: lease.  ARGV: lease ms, the expiry that was read.  One lease from now, in place of one of another clock.
+_SHORTEN = f"""#!lua flags=allow-oom
+{LEASE_IS_LIVE}
+if redis.call('HGET', KEYS[1], 'expires_unix_ms') == ARGV[2] then
+  redis.call('HSET', KEYS[1], 'expires_unix_ms', now_ms() + tonumber(ARGV[1]))
+end
 """
 
 LEASABLE = (JobState.RUNNING,)
@@ -267,9 +278,13 @@ def read_leases(client: RedisClient, job_ids: Sequence[str], lease_ms: int) -> l
         for job_id in job_ids:
             pipe.eval(_READ, 2, own_keys.job_lease(job_id), own_keys.leader(), lease_ms)
         replies = pipe.execute()
+    # A write of its own, so that leases can be read while Redis takes no writes.
+    for job_id, (_, _, _, expires_unix_ms, set_back) in zip(job_ids, replies, strict=True):
+        if set_back:
+            client.eval(_SHORTEN, 1, own_keys.job_lease(job_id), lease_ms, expires_unix_ms)
     return [
         Lease(trainer_id.decode(), int(epoch), bool(live), int(expires_unix_ms))
-        for trainer_id, epoch, live, expires_unix_ms in replies
+        for trainer_id, epoch, live, expires_unix_ms, _ in replies
     ]
 
 

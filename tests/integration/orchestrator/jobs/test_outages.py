@@ -123,6 +123,8 @@ def test_an_hour_back_on_the_clock_of_redis_keeps_a_dead_trainers_job_for_one_le
     expiry = before.leases.lease(job_id).expires_unix_ms + 3_600_000
     redis_client.hset(own_keys.job_lease(job_id), "expires_unix_ms", expiry)
 
+    assert before.leases.lease(job_id).expires_unix_ms == expiry
+    assert before.leases.lease(job_id).expires_unix_ms < expiry - 3_500_000, "reading it made it one lease from now"
     wait_until(lambda: before.leases.wait_for_job("spare", 0).run_id == job_id, "the spare has the job", 10)
 
 

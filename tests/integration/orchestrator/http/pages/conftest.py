@@ -36,7 +36,8 @@ HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 PATIENCE_MS = 30_000
 # Whatever the page's own policy refuses becomes a complaint.
 TELL_REFUSALS = """document.addEventListener("securitypolicyviolation", (refusal) =>
-  console.error(`refused ${refusal.violatedDirective} ${refusal.blockedURI}`));"""
+  console.error(`refused ${refusal.violatedDirective} ${refusal.blockedURI} of ${refusal.sourceFile}:` +
+    `${refusal.lineNumber} ${refusal.sample} at ${refusal.target?.outerHTML?.slice(0, 300)} in ${document.URL}`));"""
 
 
 @pytest.fixture(scope="module")
