@@ -30,8 +30,7 @@ from spo.weights.store import CHECKPOINT_DIGITS, FolderBackend, WeightBackend, W
 
 Column = list[float | None]
 
-# KEYS: lease, leader.  ARGV: lease ms.  Returns {trainer or '', epoch, 1 when it is live, expiry, 1 when that lies
-# further ahead than any lease: the server's clock was set back}.
+# KEYS: lease, leader.  ARGV: lease ms.  Returns {trainer or '', epoch, live, expiry, whether that is of another clock}.
 _READ = f"""#!lua flags=no-writes
 {LEASE_IS_LIVE}
 local now, lease_ms = now_ms(), tonumber(ARGV[1])
