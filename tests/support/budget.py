@@ -28,7 +28,7 @@ Row = TypeVar("Row")
 
 ROOT = Path(__file__).parents[2]
 ALL, DAY, SINCE = "SPO_TEST_ALL", "SPO_TEST_DAY", "SPO_TEST_SINCE"
-# A file for the CPU seconds of every test, as JSON.
+# A file for the CPU seconds of every test, as JSON: of this run, and of none that a test starts.
 COSTS = "SPO_TEST_COSTS"
 BUDGET_SECONDS = 60
 SLOW_BUDGET_SECONDS = 300
@@ -151,8 +151,9 @@ def budget_of(item: pytest.Item) -> float:
 class Budget:
     """The plugin: in workers it measures, in the process that reports it adds up."""
 
-    def __init__(self) -> None:
+    def __init__(self, costs_file: str | None) -> None:
         self._costs = Costs()
+        self._costs_file = costs_file
         self._longest: dict[str, float] = {}
 
     def pytest_collection_finish(self) -> None:
@@ -187,8 +188,8 @@ class Budget:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the longest, and the files that add up to most."""
         terminalreporter.section(f"longest of {sum(self._longest.values()):.0f} CPU s")
-        if COSTS in os.environ:
-            Path(os.environ[COSTS]).write_text(json.dumps(self._longest, indent=0))
+        if self._costs_file:
+            Path(self._costs_file).write_text(json.dumps(self._longest, indent=0))
         files: dict[str, float] = defaultdict(float)
         for name, cost in self._longest.items():
             files[name.partition("::")[0]] += cost
@@ -201,4 +202,4 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the plugin."""
     # Before the workers start: all of them collect the same rows, whatever the clock says meanwhile.
     day()
-    config.pluginmanager.register(Budget())
+    config.pluginmanager.register(Budget(os.environ.pop(COSTS, None)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support import budget, of_a_day
-from tests.support.budget import ALL, DAY, Costs, sampled
+from tests.support.budget import ALL, COSTS, DAY, Costs, sampled
 from tests.support.of_a_day import LONG, PLATFORMS
 
 ROOT = Path(__file__).parents[3]
@@ -71,6 +72,39 @@ def test_a_test_over_its_budget_fails_and_the_longest_are_named(tmp_path: Path) 
     assert "2 passed" in ran.stdout
     assert "1 error" in ran.stdout
     assert "s  test_burns.py::test_within" in ran.stdout
+
+
+def test_the_file_of_costs_is_of_the_run_that_was_asked_and_not_of_one_that_a_test_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "costs.json"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.support.budget",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+    ]
+    started = [*command, str(tmp_path / "started.py")]
+    (tmp_path / "started.py").write_text("def test_started() -> None: sum(range(5_000_000))\n")
+    (tmp_path / "asked.py").write_text(
+        "import pathlib, subprocess\n\ndef test_asked() -> None:\n"
+        f"    subprocess.run({started!r}, cwd={str(ROOT)!r}, check=True)\n"
+        f"    assert not pathlib.Path({str(file)!r}).exists()\n"
+    )
+    monkeypatch.setenv(COSTS, str(file))
+    # Plugins that neither of them needs take seconds.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+    asked = [*command, "-p", "xdist", "--numprocesses", "1", str(tmp_path / "asked.py")]
+    subprocess.run(asked, cwd=ROOT, capture_output=True, timeout=250, check=True)
+
+    (name,) = json.loads(file.read_text())
+    assert name.endswith("asked.py::test_asked")
 
 
 def test_what_a_day_chooses_from_is_there() -> None:
