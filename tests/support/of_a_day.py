@@ -34,7 +34,7 @@ PLATFORMS: dict[str, tuple[str, ...]] = {
     "tests/e2e/live/test_notebook.py": ("docs/examples", "spo/client"),
     "tests/e2e/live/test_first_job.py": ("docs/tutorials/first_job.md",),
 }
-PLATFORMS_A_DAY = 2
+PLATFORMS_A_DAY = 1
 
 # Single tests of 20 to 80 CPU s with processes, engines and ranks of their own, by name without parameters.
 LONG: dict[str, tuple[str, ...]] = {
@@ -138,7 +138,7 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "tests/chaos/test_instruments.py::test_a_preloaded_clock_steps_while_monotonic_time_goes_on": ("tests/chaos",),
 }
-LONG_A_DAY = 11
+LONG_A_DAY = 8
 
 CHOSEN = {
     name

@@ -17,6 +17,8 @@ from tests.support.of_a_day import LONG, PLATFORMS
 ROOT = Path(__file__).parents[3]
 ROWS = [f"row {number}" for number in range(20)]
 BURN = "import time\nwhile time.process_time() < 0.7: pass"
+# Those that a run of a few lines does not need take seconds.
+WITHOUT_PLUGINS = ("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
 def of_day(day: str, patch: pytest.MonkeyPatch) -> list[str]:
@@ -60,7 +62,10 @@ def test_the_cost_of_a_test_is_that_of_its_children_too_whether_they_ended_or_li
     assert after < 0.5, "counted once"
 
 
-def test_a_test_over_its_budget_fails_and_the_longest_are_named(tmp_path: Path) -> None:
+def test_a_test_over_its_budget_fails_and_the_longest_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(*WITHOUT_PLUGINS)
     tests = "def test_within() -> None: {0}\n\n@pytest.mark.cpu_seconds(0.001)\ndef test_over() -> None: {0}\n"
     (tmp_path / "test_burns.py").write_text("import pytest\n\n" + tests.format("sum(range(5_000_000))"))
     command = ["-m", "pytest", "-p", "tests.support.budget", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
@@ -97,8 +102,7 @@ def test_the_file_of_costs_is_of_the_run_that_was_asked_and_not_of_one_that_a_te
         f"    assert not pathlib.Path({str(file)!r}).exists()\n"
     )
     monkeypatch.setenv(COSTS, str(file))
-    # Plugins that neither of them needs take seconds.
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv(*WITHOUT_PLUGINS)
 
     asked = [*command, "-p", "xdist", "--numprocesses", "1", str(tmp_path / "asked.py")]
     subprocess.run(asked, cwd=ROOT, capture_output=True, timeout=250, check=True)
