@@ -55,6 +55,7 @@ RecordMark = Literal[
     "reference_total",
     "reference_version",
     "events_in_files",
+    "trained_steps",
 ]
 
 INDEX_SECONDS = 30

@@ -11,6 +11,7 @@ cancelling -> cancelled, pausing -> paused   the trainer gave the job back
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +27,10 @@ from services.orchestrator.evaluation import EvaluationQueue
 from services.orchestrator.job_records import JobAction, clear_fields, refuse, turns_of, while_field_is, write_fields
 from services.orchestrator.job_steps import JobSteps
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.leases import Leases, latest_step, recorded_checkpoints
+from services.orchestrator.leases import EvaluationFailure, Leases, latest_step, recorded_checkpoints
 from services.orchestrator.monitor import JobMonitor
 from services.orchestrator.pipeline import check_groups, given_up
-from services.orchestrator.replicas import ReplicaAssigner, ReplicaRegistry
+from services.orchestrator.replicas import ReplicaAssigner, ReplicaRegistry, published_versions
 from services.orchestrator.scoring import upload_tests
 from services.orchestrator.settings import Settings
 from services.orchestrator.values import (
@@ -361,10 +362,28 @@ class JobTraining:
         if trained_steps is not None and self.evaluations.schedule.due(job_id) is None:
             reason = f"{trained_steps} steps trained and evaluated"
             failed = self.evaluations.schedule.given_up(job_id)
+            if self._published_again(job_id, trained_steps, failed):
+                return
             if failed:
                 steps = ", ".join(str(failure.step) for failure in failed)
                 reason = f"{trained_steps} steps trained; the evaluation of step {steps} failed: {failed[-1].message}"
             self.jobs.transition(job_id, JobState.SUCCEEDED, reason, writes=[_drop_prompts(job_id)])
+
+    def _published_again(self, job_id: str, trained_steps: int, failed: Sequence[EvaluationFailure]) -> bool:
+        """Have a trainer publish the last weights once more, from the checkpoint that has them too; once, not for ever.
+
+        failed: evaluations that were given up on. Only of damaged weights.
+        """
+        damaged = [each for each in failed if each.step == trained_steps and each.code == IntegrityError.default_code]
+        published = [each for each in published_versions(self.jobs, job_id) if int(each["step"]) == trained_steps]
+        saved = recorded_checkpoints(self.jobs.client, job_id)
+        if not damaged or len(published) > 1 or not saved or saved[-1].step != trained_steps:
+            return False
+        body = {"version": damaged[0].version, "step": trained_steps, "message": damaged[0].message}
+        forgotten: Write = ("HDEL", own_keys.evaluation_failures(job_id), trained_steps)
+        writes = [clear_fields(job_id, "trained_steps"), forgotten]
+        commit = Commit(job_id, (JobState.RUNNING,), writes=writes, kind="weights_damaged", body=json.dumps(body))
+        return self.jobs.commit(commit).done
 
     def pause(self, job_id: str) -> None:
         """A pausing job is paused once its last step is saved, or nobody is there to save it."""

@@ -42,7 +42,7 @@ from services.trainer.lease import (
 from services.trainer.ranks import Ranks, start_key, torchrun_store
 from services.trainer.settings import Settings
 from services.trainer.weights import NewVersion, run_store, store_weights
-from spo.errors import DELAYING, NotReady, SpoError, StorageUnavailable, storage_faults_named
+from spo.errors import DELAYING, IntegrityError, NotFound, NotReady, SpoError, StorageUnavailable, storage_faults_named
 from spo.observability import get_logger, lines_concern_run, serve_metrics
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
@@ -214,12 +214,24 @@ class TrainingRun:
         begun = loaded or TrainingProgress(weight_version=grant.start_version)
         # Versions count up over leases, whatever the checkpoint knew of them.
         self.progress = replace(begun, published_version=grant.next_weight_version - 1)
+        if begun.step and begun.step >= self._spec.trainer.steps and not self._is_stored(begun.weight_version):
+            # What was published is damaged or gone, and no later version will come: these weights once more.
+            self.progress = replace(self.progress, weight_step=0)
         self._attempt.resumed(self.progress.step)
         self._role.resumed(self.progress, packed=learner.packed)
         if self._spec.algorithm.refreshes_by_samples:
             self._candidates.update(self._store.versions(self._grant.run_id))
         if self.progress.reference_version:
             self._update_reference(learner, self.progress.reference_version)
+
+    def _is_stored(self, version: int) -> bool:
+        """Whether a published version can be read whole, by every rank."""
+        try:
+            self._ranks.alike(lambda: self._store.open(self._grant.run_id, version))
+        except (NotFound, IntegrityError) as problem:
+            log.warning("a published version is not whole", version=version, reason=problem.message)
+            return False
+        return True
 
     def _train(self, learner: Learner, command: Command) -> None:
         mismatch: dict[str, float] = {}

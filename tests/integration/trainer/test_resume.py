@@ -166,3 +166,26 @@ def test_a_checkpoint_of_another_zero_stage_is_refused_with_a_reason(bench: Benc
 
     assert finish.error_code == "checkpoint_layout"
     assert "was written at ZeRO stage 1" in finish.error_message
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "gone"])
+def test_the_last_weights_that_were_damaged_are_published_again_from_the_checkpoint(bench: Bench, damage: str) -> None:
+    bench.train_until_finished()
+    whole = final_weights(bench)
+    folder = bench.job.state_path / "weights" / bench.job.run_id / f"{bench.job.published[-1].version:08d}"
+    part = next(folder.glob("*.safetensors"))
+    if damage == "gone":
+        part.unlink()
+    else:
+        content = part.read_bytes()
+        part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    asked = len(bench.pool.asked)
+
+    bench.job.finished.clear()
+    bench.job.lapse()
+    bench.train_until_finished()
+
+    assert len(bench.pool.asked) == asked, "it trains no step"
+    assert [(each.version, each.step) for each in bench.job.published] == [(1, 5), (2, 10), (3, 10)]
+    again = final_weights(bench)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)

@@ -14,11 +14,13 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.evaluation import RequestedEvaluation, ScheduledEvaluation
 from services.orchestrator.job_records import CANCEL
 from services.orchestrator.leases import evaluation_results
+from services.orchestrator.replicas import publish_version
 from services.orchestrator.steps import act_on
 from spo.errors import IntegrityError, InternalError, InvalidInput, NotReady, SpoError
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.peers import BREAKS, RIGHT, ServiceDoubles, wait_until
+from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.prompt_pb2 import PromptGroup
 
 WITH_LIMITS = {"evaluation_attempts": 2, "evaluation_patience_seconds": 0.5, "evaluations_kept": 3}
@@ -78,6 +80,39 @@ def test_a_job_whose_weights_are_damaged_fails_its_evaluation_by_name_and_delays
     (told,) = [each for each in context.jobs.events(broken) if each.kind == "evaluation_failed"]
     assert told.body["message"] == failure.message
     assert context.evaluations.schedule.due(broken) is None, "it is not tried for ever"
+
+
+@pytest.mark.usefixtures("working_off")
+def test_a_job_whose_last_weights_are_damaged_goes_back_to_a_trainer_once_and_is_evaluated_at_what_it_publishes_again(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    def respond(group: PromptGroup, index: int) -> str:
+        if group.policy_version in damaged:
+            raise IntegrityError("the weights are damaged")
+        return RIGHT
+
+    def train(version: int) -> None:
+        lease = context.leases.wait_for_job("trainer", 0)
+        assert lease.run_id == job_id
+        holder: dict[str, Any] = {"run_id": job_id, "trainer_id": "trainer", "epoch": lease.epoch}
+        publish_version(context.jobs, wire.PublishWeightsRequest(**holder, version=version, step=20))
+        context.leases.checkpoint(wire.ReportCheckpointRequest(**holder, step=20, path="20", weight_version=version))
+        context.leases.finish(wire.FinishRunRequest(**holder, final_step=20))
+
+    damaged = {1}
+    peers.inference.respond = respond
+    job_id = running_job(context, document)
+    train(1)
+    wait_until(lambda: context.evaluations.schedule.given_up(job_id), "the evaluation is given up on")
+    context.runner.tick()
+    assert context.jobs.state(job_id) is JobState.RUNNING
+    assert context.jobs.events(job_id)[-1].kind == "weights_damaged"
+    train(2)
+    wait_until(lambda: [each["step"] for each in evaluated(context, job_id)] == [0, 20], "it is evaluated")
+    context.runner.tick()
+
+    assert context.jobs.state(job_id) is JobState.SUCCEEDED
+    assert context.jobs.events(job_id)[-1].body["reason"] == "20 steps trained and evaluated"
 
 
 @pytest.mark.usefixtures("working_off")
