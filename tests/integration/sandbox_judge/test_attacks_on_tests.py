@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import cast
 
 import pytest
+import yaml
 
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.sandbox_worker import SandboxWorker
@@ -628,6 +630,9 @@ ATTACKS: dict[str, tuple[CodeTestStyle.ValueType, str, str]] = {
         "import os, threading\nthreading.Thread(target=lambda: os._exit(0)).start()\n" + BAD,
     ),
 }
+
+for _row in yaml.safe_load((Path(__file__).parents[2] / "hostile" / "functions" / "attacks.yaml").read_text()):
+    ATTACKS[_row["name"]] = (PYTEST if "style" in _row else MODULE, _row["tests"], _row["response"])
 
 
 @pytest.fixture

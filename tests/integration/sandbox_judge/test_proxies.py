@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.probe import choose_tier
@@ -554,6 +556,8 @@ def joined(*names): return Path(*names)
         "def todo(n): return oracle(n)\n",
     ),
 }
+for _row in yaml.safe_load((Path(__file__).parents[2] / "hostile" / "functions" / "honest.yaml").read_text()):
+    HONEST[_row["name"]] = (PYTEST if "style" in _row else MODULE, "", _row["tests"], _row["response"])
 
 WRONG = "class Base:\n    def f(self): return 2\n"
 # Why tests share an interpreter with the response, and tests that do.
