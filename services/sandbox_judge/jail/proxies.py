@@ -19,6 +19,7 @@ from functools import partial
 from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import NoReturn, cast
 
+from services.sandbox_judge.jail.coroutines import TestsCoroutines, run_apart
 from services.sandbox_judge.jail.source import Source
 from services.sandbox_judge.jail.wire import (
     BINARY,
@@ -184,6 +185,7 @@ class Remote(Codec):
         self._handed: list[tuple[str, Foreign]] = []
         self._handed_numbers: dict[tuple[object, ...], int] = {}
         self._arguments: list[object] = []
+        self.coroutines = TestsCoroutines(self)
         # Whether the tests seed what is random, and in which state the response has it.
         self.seeds = False
         self._sown: dict[str, object] = {}
@@ -251,10 +253,12 @@ class Remote(Codec):
             return result
         if not isinstance(result, BaseException):
             end(BROKEN, "the response has broken its channel")
-        is_drawn = operation == "dunder" and arguments[0] in ("__next__", "__anext__")
+        is_drawn = operation == "dunder" and arguments[0] == "__next__"
         if isinstance(result, StopIteration | StopAsyncIteration) and not is_drawn:
             # It would end a loop of the tests early.
             raise RuntimeError("the response raised StopIteration") from result
+        if type(result).__module__ == "asyncio.exceptions" and operation != "turn":
+            raise RuntimeError(f"the response raised {type(result).__name__}") from result
         raise result
 
     def _sow(self) -> None:
@@ -521,7 +525,8 @@ def remote() -> Remote:
 
 
 def _require_asked(name: str) -> None:
-    if (name.startswith("__") and name.endswith("__") and name not in _ASKED) or name.startswith("_remote_"):
+    is_kept = name.startswith("_remote_") or name == "_asyncio_future_blocking"  # a future of no loop of this process
+    if is_kept or (name.startswith("__") and name.endswith("__") and name not in _ASKED):
         raise AttributeError(name)
 
 
@@ -530,7 +535,8 @@ def _library_error(module: str, path: str) -> type | None:
     if module == "solution" or module.split(".")[0] in _RUNNERS or not path.isidentifier():
         return None
     found = vars(sys.modules[module]).get(path) if module in sys.modules else None
-    return found if isinstance(found, type) and issubclass(found, Exception) else None
+    is_error = isinstance(found, type) and issubclass(found, Exception)
+    return found if is_error or (module, path) == ("asyncio.exceptions", "CancelledError") else None
 
 
 def _global(value: Foreign) -> tuple[object, ...] | None:
@@ -609,16 +615,6 @@ def _left(self: Foreign, kind: object, error: object, _: object) -> Foreign:
     return is_caught
 
 
-def _left_later(self: Foreign, kind: object, error: object, _: object) -> Foreign:
-    async def left() -> Foreign:
-        if is_caught := await remote().request("dunder", "__aexit__", self, (kind, error, None)):
-            remote().swallowed(error)
-        return is_caught
-
-    remote().saw(error)
-    return left()
-
-
 def _bound(self: Foreign, instance: object, owner: object = None) -> Foreign:
     return self if instance is None else MethodType(self, instance)
 
@@ -640,7 +636,9 @@ _FORWARDS: dict[str, Callable[..., Foreign]] = {
     **{name: _binary(name) for name in BINARY},
     "__call__": _called,
     "__contains__": _contains,
-    "__aexit__": _left_later,
+    "__aexit__": lambda self, kind, error, _: remote().coroutines.left(self, kind, error),
+    "__anext__": lambda self: remote().coroutines.next_of(self),
+    "__await__": lambda self: remote().coroutines.awaited(self).__await__(),
     "__exit__": _left,
     "__get__": _bound,
     "__next__": _next,
@@ -676,13 +674,9 @@ def _generator(sender: Remote, number: object) -> Generator[Foreign, Foreign, Fo
 
 
 def _coroutine(sender: Remote, number: object) -> Coroutine[Foreign, Foreign, Foreign]:
-    """A coroutine of the response, run to its end when it is awaited."""
+    """A coroutine of the response, which goes on while it is awaited."""
     target = _Number(number)
-
-    async def awaited() -> Foreign:
-        return sender.request("await", target)
-
-    made: Coroutine[Foreign, Foreign, Foreign] = sender.once(target, awaited)
+    made: Coroutine[Foreign, Foreign, Foreign] = sender.once(target, lambda: sender.coroutines.awaited(target))
     return made
 
 
@@ -749,18 +743,6 @@ def _serve_output(sender: Remote, texts: Foreign) -> None:
             sys.stderr.write(errors)
 
 
-def _serve_await(sender: Remote, number: object) -> object:
-    """What a coroutine of the tests comes to: in a thread, since this one may be in a loop that waits for it."""
-    import asyncio
-    from concurrent.futures import ThreadPoolExecutor
-
-    async def waited() -> object:
-        return await sender.handed("await", number)
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, waited()).result()
-
-
 _SERVED: dict[object, Callable[..., object]] = {
     "call": _serve_call,
     "dunder": _serve_special,
@@ -770,7 +752,7 @@ _SERVED: dict[object, Callable[..., object]] = {
     "input": _serve_input,
     "stdin": _serve_stdin,
     "output": _serve_output,
-    "await": _serve_await,
+    "await": lambda sender, number: run_apart(sender.handed("await", number)),
 }
 
 

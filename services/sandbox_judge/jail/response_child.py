@@ -14,10 +14,12 @@ import sys
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Generator, Iterator
+from functools import cached_property
 from types import CodeType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import NoReturn, cast
 
 from services.sandbox_judge.jail import loading
+from services.sandbox_judge.jail.coroutines import ResponseLoop
 from services.sandbox_judge.jail.wire import FIXED, NAMED, SPECIAL, Codec, Foreign, Link, Uncarriable, chance_in, sow
 
 # What comes from the judge, in place of standard streams, and where the channel stays.
@@ -65,6 +67,11 @@ class _Host(Codec):
         self._lock = threading.RLock()
         self.printed, self.complained = _Printed(self), _Printed(self)
         self.module = ModuleType("solution")
+
+    @cached_property
+    def coroutines(self) -> ResponseLoop:
+        """What the tests await; most await nothing."""
+        return ResponseLoop()
 
     def serve(self) -> None:
         """Answer requests until the tests' process is gone."""
@@ -350,15 +357,6 @@ def _thrown(host: _Host, generator: Generator[Foreign, Foreign, Foreign], error:
         return False, stop.value
 
 
-def _awaited(host: _Host, coroutine: Foreign) -> object:
-    import asyncio
-
-    async def waited() -> object:
-        return await coroutine
-
-    return asyncio.run(waited())
-
-
 def _copied(host: _Host, target: object, *, deep: bool) -> object:
     import copy
 
@@ -382,7 +380,9 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
     "draw": _drawn,
     "throw": _thrown,
     "close": lambda host, generator: generator.close(),
-    "await": _awaited,
+    "turn": lambda host, target, seconds: host.coroutines.turn(target, seconds),
+    "cancel": lambda host, target: host.coroutines.cancel(target),
+    "settle": lambda host, *settled: host.coroutines.settle(*settled),
     "copy": lambda host, target: _copied(host, target, deep=False),
     "sow": lambda host, library, state: sow(library, state),
     "deepcopy": lambda host, target: _copied(host, target, deep=True),
@@ -391,6 +391,10 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
 
 def _coroutine(host: _Host, number: int) -> object:
     async def awaited() -> object:
+        import asyncio
+
+        if asyncio.get_running_loop() is host.coroutines.loop:
+            return await host.coroutines.tests_own(number)
         return host.ask("await", number)
 
     return host.guest(number, awaited)

@@ -180,7 +180,9 @@ def _lacking(names: Iterable[str], scope: Names, entry_point: str, *, private: b
     return tuple(
         name
         for name in names
-        if name not in scope and (name not in known or name == entry_point) and (private or not name.startswith("__"))
+        if name not in scope
+        and (name not in known or name == entry_point)
+        and (private or name == "__all__" or not name.startswith("__"))
     )
 
 

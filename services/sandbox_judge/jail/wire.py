@@ -210,16 +210,16 @@ class Codec:
         numpy = sys.modules["numpy"]
         if type(value) is numpy.ndarray:
             self._mutable(value, lambda: self._write_array(value))
-        elif isinstance(value, numpy.generic) and value.dtype.kind in _NUMERIC_KINDS:
-            self._put_parts(b"u", (value.dtype.str, value.tobytes()))
+        elif isinstance(value, numpy.generic) and (kind := _kind(value.dtype)) is not None:
+            self._put_parts(b"u", (kind, value.tobytes()))
         elif isinstance(value, numpy.dtype) and value.kind in _NUMERIC_KINDS:
             self._put_parts(b"U", (value.str,))
         else:
             self._put_reference(value)
 
     def _write_array(self, value: Foreign) -> None:
-        if value.dtype.kind in _NUMERIC_KINDS:
-            self._put_parts(b"a", (value.dtype.str, tuple(value.shape), value.tobytes()))
+        if (kind := _kind(value.dtype)) is not None:
+            self._put_parts(b"a", (kind, tuple(value.shape), value.tobytes()))
         elif value.dtype.kind == "O":
             self._put_parts(b"A", (tuple(value.shape), *value.ravel().tolist()))
         else:
@@ -369,11 +369,21 @@ class Codec:
         return self.resolve(reference)
 
 
-def _numeric(kind: str) -> Foreign:
+def _kind(found: Foreign) -> object:
+    """What says which numbers, or named fields of numbers, an array holds; None where it holds anything else."""
+    if found.names is None:
+        return found.str if found.kind in _NUMERIC_KINDS else None
+    fields = tuple((name, found.fields[name][0]) for name in found.names)
+    is_plain = all(kind.kind in _NUMERIC_KINDS for _, kind in fields) and found.isalignedstruct is False
+    is_packed = found.itemsize == sum(kind.itemsize for _, kind in fields)
+    return tuple((name, kind.str) for name, kind in fields) if is_plain and is_packed else None
+
+
+def _numeric(kind: Foreign) -> Foreign:
     import numpy
 
-    found = numpy.dtype(kind)
-    if found.kind not in _NUMERIC_KINDS or found.hasobject:
+    found = numpy.dtype(list(kind) if type(kind) is tuple else kind)
+    if _kind(found) is None or found.hasobject:
         raise Malformed("no array of numbers")
     return found
 
@@ -427,6 +437,8 @@ def _view(kind: bytes) -> Callable[[Codec, Foreign], None]:
 
 def _take_view(codec: Codec) -> object:
     kind, *elements = codec._elements()
+    if kind == "memory":
+        return memoryview(elements[0])
     if kind == "values":
         return dict(enumerate(elements)).values()
     return dict.fromkeys(elements).keys() if kind == "keys" else dict(elements).items()
@@ -454,6 +466,7 @@ _WRITERS: dict[type, Callable[[Codec, Foreign], None]] = {
     slice: lambda codec, value: codec._put_parts(b"S", (value.start, value.stop, value.step)),
     type(...): lambda codec, value: codec._out.extend(b"."),
     type(NotImplemented): lambda codec, value: codec._out.extend(b"!"),
+    memoryview: lambda codec, value: codec._put_parts(b"V", ("memory", value.tobytes())),
     type({}.keys()): _view(b"keys"),
     type({}.values()): _view(b"values"),
     type({}.items()): _view(b"pairs"),
