@@ -428,7 +428,7 @@ def label_of(text: str) -> str:
         if not changed:
             break
     bare = _SPACE.sub(" ", bare).translate(_EMPHASIS).strip()
-    bare = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", bare.translate(_WIDE_SIGNS))
+    bare = re.sub(r"\\(?:left|right)(?![A-Za-z])|^\\[(\[]|\\[)\]](?=[.!]?$)", "", bare.translate(_WIDE_SIGNS)).strip()
     bare = re.sub(r"^(?:[#•]\s{0,3}|-\s{1,3})", "", bare)
     while len(bare) > 2 and bare[0] + bare[-1] in ("{}", "[]", "()") and bare[1] in "{[(" and bare[-2] in "}])":
         bare = bare[1:-1].strip()
