@@ -115,6 +115,11 @@ LONG: dict[str, tuple[str, ...]] = {
     "tests/integration/failover/test_sentinels.py::test_clients_follow_the_primary_and_what_was_replicated_is_there": (
         "spo/messaging/redis_client.py",
     ),
+    "tests/integration/replay_buffer/test_shared.py::test_killed_services_take_over_every_rollout_once": (
+        "services/replay_buffer",
+    ),
+    "tests/integration/replay_buffer/test_archiver.py::"
+    "test_a_spiller_killed_at_any_time_loses_nothing_and_doubles_nothing": ("services/replay_buffer",),
     "tests/integration/replay_buffer/test_soak.py::"
     "test_redis_holds_a_window_and_no_more_while_trajectories_stream_in": ("services/replay_buffer",),
     "tests/integration/cli/test_commands_of_images.py::test_every_command_and_every_module_of_its_roles_starts": (
