@@ -27,6 +27,7 @@ from services.orchestrator.job_records import ACTIONS
 from spo import errors
 from spo.error_codes import CATALOGUE
 from spo.errors import SpoError
+from spo.messaging.redis_client import as_spo_error
 from spo.observability import get_logger
 from spo.spec.section import JobState
 
@@ -49,6 +50,13 @@ _TYPES = {
     404: "not_found_error",
     409: "conflict_error",
     429: "rate_limit_error",
+}
+# What a client hears of Redis; its own words, with addresses and commands, are for the log.
+_REDIS_WORDS = {
+    "redis_full": "Redis is full and refuses writes; try again when there is room",
+    "redis_refuses": "Redis takes no such command now; try again",
+    "redis_failover": "Redis has no primary that is up; try again",
+    "redis_unreachable": "Redis does not answer; try again",
 }
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -336,8 +344,8 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(redis.RedisError)
     def redis_error(request: Request, error: redis.RedisError) -> Response:
-        log.warning("Redis did not answer a request", reason=str(error))
-        return _respond(request, errors.Unreachable("Redis does not answer; try again", code="redis_unreachable"))
+        log.warning("Redis did not do what a request needs", reason=str(error))
+        return _respond(request, said_of_redis(error))
 
     @app.exception_handler(Exception)
     def unexpected(request: Request, error: Exception) -> Response:
@@ -346,9 +354,18 @@ def install(app: FastAPI) -> None:
             log.warning("a file cannot be used", path=request.url.path, reason=found.message)
             return _respond(request, found)
         log.error("request failed", path=request.url.path, error=f"{type(error).__name__}: {error}")
-        return _respond(
-            request, errors.InternalError("something went wrong on our side; the log of the orchestrator has it")
-        )
+        return _respond(request, _internal())
+
+
+def said_of_redis(error: redis.RedisError) -> SpoError:
+    """What a client hears of a command that failed: whether Redis is away, full or refuses; else that it is ours."""
+    found = as_spo_error(error)
+    words = _REDIS_WORDS.get(found.code)
+    return type(found)(words, code=found.code) if words else _internal()
+
+
+def _internal() -> errors.InternalError:
+    return errors.InternalError("something went wrong on our side; the log of the orchestrator has it")
 
 
 def _respond(request: Request, error: errors.SpoError) -> Response:

@@ -24,9 +24,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from services.orchestrator.auth import READING, Principal, RateLimit
 from services.orchestrator.container import AppContext, at_the_door
-from services.orchestrator.http.errors import SESSION, as_page, dialect, problem
+from services.orchestrator.http.errors import SESSION, as_page, dialect, problem, said_of_redis
 from services.orchestrator.settings import LOOPBACK
-from spo.errors import InvalidInput, NotReady, ResourceExhausted, SpoError, Unreachable
+from spo.errors import InvalidInput, NotReady, ResourceExhausted, SpoError
 from spo.observability import get_logger
 
 log = get_logger("middleware")
@@ -159,8 +159,8 @@ class RequestMiddleware:
             # Guessing is limited by address, so that it cannot use up the rate of a principal.
             await self._count(f"address:{client[0]}")
             raise
-        except redis.RedisError:
-            raise Unreachable("Redis does not answer; try again", code="redis_unreachable") from None
+        except redis.RedisError as error:
+            raise said_of_redis(error) from None
         scope.setdefault("state", {})["principal"] = audited.principal
         await self._count(audited.principal.name)
         audited.principal.check(audited.method, audited.path)

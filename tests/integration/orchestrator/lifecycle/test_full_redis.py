@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 import redis
 
@@ -84,6 +85,25 @@ def test_what_brings_new_work_in_is_refused_as_a_whole(context: AppContext, fill
         context.jobs.submit(parse_job_spec(SPEC))
 
     assert context.jobs.in_states(list(JobState)) == [before], "nothing of the refused job is left"
+
+
+def test_a_request_hears_whether_redis_is_full_or_refuses(
+    api: httpx.Client, redis_client: redis.Redis, document: dict[str, Any], fill: Callable[[], object]
+) -> None:
+    fill()
+    full = api.post("/v1/jobs", json=document)
+    redis_client.config_set("maxmemory", 0)
+    redis_client.config_set("min-replicas-to-write", 1)
+    try:
+        refused = api.post("/v1/jobs", json=document)
+    finally:
+        redis_client.config_set("min-replicas-to-write", 0)
+
+    assert (full.status_code, full.json()["code"]) == (503, "redis_full")
+    assert (refused.status_code, refused.json()["code"]) == (503, "redis_refuses")
+    for answer in (full, refused):
+        assert "does not answer" not in answer.json()["detail"], "it does, and says what else it wants"
+    assert api.post("/v1/jobs", json=document).status_code == 202, "nothing is left of it"
 
 
 def test_deleting_a_job_frees_its_memory_while_redis_is_full(
