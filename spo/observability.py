@@ -68,6 +68,11 @@ AGENT_BREAKS = Counter("spo_agents_breaks_total", "Calls that did not go on from
 AGENT_REPEATED = Counter(
     "spo_agents_prefill_repeated_tokens_total", "Prompt tokens of calls that a break has written anew", ["reason"]
 )
+AGENT_EPISODES = Gauge("spo_agents_episodes", "Episodes of groups that are open, by state", ["state"])
+AGENT_LEASE_AGE = Gauge("spo_agents_lease_age_seconds", "Since the oldest lease of an episode was given")
+AGENT_CALLS_OF_EPISODE = Histogram(
+    "spo_agents_calls_per_episode", "Calls of an ended episode", buckets=(0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+)
 INFERENCE_RUNNING = Gauge("spo_inference_running_sequences", "Sequences being decoded")
 JUDGE_VERDICTS = Counter("spo_judge_verdicts_total", "Verdicts given", ["outcome"])
 JUDGE_CACHE_HITS = Counter("spo_judge_cache_hits_total", "Verdicts answered from the cache")

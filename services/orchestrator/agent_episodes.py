@@ -69,6 +69,7 @@ class AgentEpisode:
     attempt: int = 0
     state: EpisodeState = "waiting"
     session_id: str = ""
+    leased_unix_ms: int = 0
     lease_until_unix_ms: int = 0
     reward: float | None = None
     answer: str = ""
@@ -166,6 +167,11 @@ class AgentEpisodes:
                     self._pass_on(group)
                     held.pop(group.request.group_id)
 
+    def held(self) -> list[AgentEpisode]:
+        """The episodes of all open groups, as they are now; waits for no round."""
+        groups = [group for held in list(self._open.values()) for group in list(held.values())]
+        return [episode for group in groups for episode in list(group.episodes)]
+
     def _harness(self, job_id: str) -> HarnessSpec | None:
         return self.jobs.spec(job_id).tasks.harness
 
@@ -222,9 +228,18 @@ class AgentEpisodes:
                 max_response_tokens=spec.model.max_response_tokens,
                 max_episode_tokens=spec.most_response_tokens if harness.branches == "all" else None,
                 problem_id=group.request.prompt.prompt_id,
+                group_id=episode.group_id,
+                sample=episode.sample,
+                attempt=episode.attempt,
             )
         )
-        leased = replace(episode, state="leased", session_id=session.id, lease_until_unix_ms=made + _LEASE_MS)
+        leased = replace(
+            episode,
+            state="leased",
+            session_id=session.id,
+            leased_unix_ms=made,
+            lease_until_unix_ms=made + _LEASE_MS,
+        )
         self._store(group, index, leased)
         return Leased(leased, session, opened, harness, group.request.prompt.text)
 

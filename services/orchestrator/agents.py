@@ -63,6 +63,10 @@ class AgentSession:
     max_response_tokens: int | None = None
     # Of all branches after the first prompt, each written out; None: one path alone is trained on.
     max_episode_tokens: int | None = None
+    # Of a job's episode: which sample it is. group_id "": of none.
+    group_id: str = ""
+    sample: int = 0
+    attempt: int = 0
 
     @property
     def path(self) -> str:
@@ -100,6 +104,9 @@ class CallNode:
     sampler: str
     model_hash: str
     at_unix_ms: int
+    # When it was asked, and when the first of its answer came; 0: nobody noted it.
+    began_unix_ms: int = 0
+    first_unix_ms: int = 0
     reason: str = ""
     constrained: bool = False
     label: str = ""
@@ -174,10 +181,10 @@ class SessionTree:
             found.append(self.node(found[-1].parent))
         return found[::-1]
 
-    def nodes(self) -> list[CallNode]:
-        """All calls in the order of their numbers."""
+    def nodes(self, most: int | None = None) -> list[CallNode]:
+        """All calls in the order of their numbers, or the first of them."""
         numbers = sorted(int(name) for name in self.client.hkeys(self.key) if name.isdigit())
-        return [self.node(number) for number in numbers]
+        return [self.node(number) for number in numbers[:most]]
 
     def find(self, turns: Sequence[Turn], tools: Sequence[object]) -> Continuation:
         """Where messages continue what the session has answered; tools: what the template is shown."""
@@ -288,9 +295,9 @@ class AgentSessions:
             raise NotFound(f"there is no session {session_id}", code="session_not_found")
         return record_of(AgentSession, json.loads(raw))
 
-    def of_job(self, job_id: str, most: int) -> list[AgentSession]:
-        """The newest sessions of a job."""
-        ids = self.jobs.client.zrange(own_keys.agent_sessions(job_id), -most, -1)
+    def of_job(self, job_id: str, most: int, skip: int = 0) -> list[AgentSession]:
+        """The newest sessions of a job, after so many newer ones."""
+        ids = self.jobs.client.zrange(own_keys.agent_sessions(job_id), -most - skip, -1 - skip)
         records = [self.jobs.client.hget(own_keys.agent_session(each.decode()), "record") for each in ids[::-1]]
         return [record_of(AgentSession, json.loads(raw)) for raw in records if raw]
 
@@ -347,7 +354,10 @@ class AgentSessions:
         """
         key = own_keys.agent_session(session.id)
         said = json.dumps(outcome, sort_keys=True)
-        if not self.jobs.client.hsetnx(key, "outcome", said):
+        if self.jobs.client.hsetnx(key, "outcome", said):
+            self.jobs.client.hset(key, "ended", now_ms())
+            observability.AGENT_CALLS_OF_EPISODE.observe(int(self.counts(session).get("calls", 0)))
+        else:
             first = self.jobs.client.hget(key, "outcome")
             if first is None or first.decode() != said:
                 raise Conflict("the episode has another outcome already", code="already_decided")

@@ -240,7 +240,7 @@ def agent_episodes(job_id: str) -> str:
 
 def agent_session(session_id: str) -> str:
     """Hash: record (JSON of the session), calls, tokens and bytes so far, spelled (tokens after the first prompt with
-    each branch written out), closed (why), outcome (JSON); expires. Orchestrator."""
+    each branch written out), closed (why), ended (unix ms), outcome (JSON); expires. Orchestrator."""
     return f"spo:orchestrator:agent_session:{session_id}"
 
 

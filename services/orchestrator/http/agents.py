@@ -274,6 +274,7 @@ class EpisodeCompletion(ServedCompletion):
         self.turns = list(conversation(body.messages))
         self.continued = Continuation(None, 0, (), "")
         said = body.model_dump_json(exclude={"stream", "stream_options"})
+        self.began_unix_ms = now_ms()
         self.body_digest = sha256(said.encode()).hexdigest()
 
     async def respond(self) -> Response:
@@ -358,6 +359,8 @@ class EpisodeCompletion(ServedCompletion):
             sampler=answer.sampler,
             model_hash=answer.model_hash,
             at_unix_ms=now_ms(),
+            began_unix_ms=self.began_unix_ms,
+            first_unix_ms=answer.first_unix_ms,
             reason=reason,
             constrained=answer.constrained,
             label=next((self.request.headers[name][:200] for name in LABELS if name in self.request.headers), ""),

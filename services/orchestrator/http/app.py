@@ -27,6 +27,7 @@ from services.orchestrator.http.experience import datasets_router, router as exp
 from services.orchestrator.http.jobs import deletions, router as jobs_router
 from services.orchestrator.http.middleware import OPEN_PATHS, RequestMiddleware, limited_connections
 from services.orchestrator.http.openai import router as openai_router
+from services.orchestrator.http.pages.episodes import router as episodes_pages
 from services.orchestrator.http.pages.jobs import (
     compare_router as compare_pages,
     job_router as job_pages,
@@ -98,6 +99,7 @@ _PAGES = (
     job_pages,
     trajectories_pages,
     prompts_pages,
+    episodes_pages,
     platform_pages,
 )
 

@@ -23,6 +23,7 @@ from ulid import ULID
 
 from services.orchestrator.auth import Principal
 from services.orchestrator.capture import Captured, CapturedChoice, CaptureStore
+from services.orchestrator.commit import now_ms
 from services.orchestrator.container import AppContext, ContextDep, PrincipalDep
 from services.orchestrator.http.errors import error_document
 from services.orchestrator.http.openai_requests import MOST_TOOLS, ChatRequest, Json, PlainRequest, refused
@@ -85,6 +86,8 @@ class OpenAiAnswer:
     model_hash: str = ""
     sampler: str = ""
     constrained: bool = False
+    # When the first of it came.
+    first_unix_ms: int = 0
     # Of each sample: more are left out, where the caller wants one at a time.
     most_calls: int = MOST_TOOLS
     # Whether every chunk has the usage so far.
@@ -92,6 +95,7 @@ class OpenAiAnswer:
 
     def add(self, response: ServeResponse) -> None:
         """Take in what a replica has sent."""
+        self.first_unix_ms = self.first_unix_ms or now_ms()
         if response.prompt_token_ids:
             self.prompt_token_ids = tuple(response.prompt_token_ids)
             self.model_hash, self.sampler = response.model_hash, response.sampler

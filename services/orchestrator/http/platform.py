@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, get_args
 
 import redis
 from fastapi import APIRouter, Path, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.agent_episodes import EpisodeState
 from services.orchestrator.auth import ApiKey, Principal
 from services.orchestrator.autoscaling import SCALABLE
 from services.orchestrator.commit import now_ms
@@ -29,7 +30,16 @@ from spo import api, redis_keys
 from spo.error_codes import CATALOGUE
 from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady
 from spo.messaging.streams.recovery import counts_of
-from spo.observability import DELETIONS_FAILING, JOBS, REPLICAS, STREAM_LAG, STREAM_PENDING, WANTED_REPLICAS
+from spo.observability import (
+    AGENT_EPISODES,
+    AGENT_LEASE_AGE,
+    DELETIONS_FAILING,
+    JOBS,
+    REPLICAS,
+    STREAM_LAG,
+    STREAM_PENDING,
+    WANTED_REPLICAS,
+)
 from spo.spec.section import ACTIVE, TERMINAL, JobState
 
 UNKNOWN_RUN: dict[str, object] = {"run_id": "", "policy_version": 0, "problem": ""}
@@ -306,6 +316,11 @@ def refresh_gauges(context: AppContext) -> None:
     for pool, count in context.replicas.counts().items():
         REPLICAS.labels(pool=pool).set(count)
     DELETIONS_FAILING.set(len(context.deletion.failing()))
+    held = context.agent_episodes.held()
+    for state in get_args(EpisodeState):
+        AGENT_EPISODES.labels(state=state).set(sum(each.state == state for each in held))
+    leased = [each.leased_unix_ms for each in held if each.state == "leased" and each.leased_unix_ms]
+    AGENT_LEASE_AGE.set(max(0.0, (now_ms() - min(leased)) / 1000) if leased else 0.0)
     for pool, count in context.autoscaling.wanted.items():
         WANTED_REPLICAS.labels(pool=pool).set(count)
     for stream, depth in platform_depths(context.redis, context.jobs.in_states(ACTIVE)).items():
