@@ -40,16 +40,18 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def sampled(rows: Sequence[Row], count: int, files: Callable[[Row], Iterable[str]]) -> list[Row]:
-    """The rows whose files (paths from the root, or folders) changed, and `count` others that the day chooses.
+    """The rows whose files (paths from the root, or folders) changed, and others that the day chooses: `count` in all.
 
-    All rows with SPO_TEST_ALL=1. SPO_TEST_DAY=2026-11-25 repeats a day, SPO_TEST_SINCE=<commit> counts as changed what
+    Where more changed than that, up to twice as many, of the day's choice too: a change to everything must not make a
+    run of everything. All rows with SPO_TEST_ALL=1. SPO_TEST_DAY=2026-11-25 repeats a day, SPO_TEST_SINCE=<commit> counts as changed what
     is not as it was in that commit; without it, in the one before the last.
     """
     if ALL in os.environ:
         return list(rows)
     changed = {place for place, row in enumerate(rows) if any(has_changed(path) for path in files(row))}
     by_chance = sorted(range(len(rows)), key=lambda place: zlib.crc32(f"{day()} {place} {len(rows)}".encode()))
-    chosen = {*changed, *[place for place in by_chance if place not in changed][:count]}
+    first = sorted(by_chance, key=lambda place: place not in changed)
+    chosen = set(first[: max(count, min(len(changed), 2 * count))])
     return [row for place, row in enumerate(rows) if place in chosen]
 
 

@@ -26,7 +26,7 @@ def of_day(day: str, patch: pytest.MonkeyPatch) -> list[str]:
     return sampled(ROWS, 5, lambda row: [f"programs/{row}.yaml", "folder"] if row == "row 7" else [])
 
 
-def test_a_table_is_sampled_by_the_day_and_holds_every_row_whose_files_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_sampled_by_the_day_and_holds_first_the_rows_whose_files_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ALL, raising=False)
     monkeypatch.setattr(budget, "changed_files", lambda: frozenset())
     days = [of_day(f"2026-11-{day}", monkeypatch) for day in range(10, 30)]
@@ -38,7 +38,11 @@ def test_a_table_is_sampled_by_the_day_and_holds_every_row_whose_files_changed(m
     for changed in ("programs/row 7.yaml", "folder/below/it.py"):
         monkeypatch.setattr(budget, "changed_files", lambda changed=changed: frozenset({changed}))
         days = [of_day(f"2026-11-{day}", monkeypatch) for day in range(10, 30)]
-        assert all("row 7" in rows and len(rows) == 6 for rows in days)
+        assert all("row 7" in rows and len(rows) == 5 for rows in days)
+
+    monkeypatch.setattr(budget, "has_changed", lambda path: True)
+    everything = [sampled(ROWS, 5, lambda row: [row]) for _ in days]
+    assert all(len(rows) == 10 for rows in everything), "a change to everything is no run of everything"
 
     monkeypatch.setenv(ALL, "1")
     assert of_day("2026-11-10", monkeypatch) == ROWS
