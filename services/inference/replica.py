@@ -27,7 +27,7 @@ from services.inference.weights import REFERENCE_VERSION, PolicyVersions, Weight
 from spo import observability, redis_keys
 from spo.errors import NotFound, NotReady, PreconditionFailed, SpoError
 from spo.messaging import streams
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, as_spo_error
 from spo.messaging.run_specs import RunTenants
 from spo.model.folder import inspect_model_folder, tensor_shapes
 from spo.model.tokenizer import end_tokens, load_tokenizer
@@ -204,7 +204,8 @@ class ServingReplica:
                 self._join(assignment, requested.weights)
             self._assignment = assignment
             lines_concern_run(self._serving_run())
-        except SpoError as error:
+        except (SpoError, redis.RedisError) as failure:
+            error = failure if isinstance(failure, SpoError) else as_spo_error(failure)
             self._problem = str(error)
             self._not_ready(self._problem)
             log.error("cannot serve the assigned run; will try again", run=requested.run_id, reason=str(error))

@@ -73,9 +73,11 @@ class StartedGroup:
         self.future.cancel()
 
     def result(self, timeout_seconds: float) -> RolloutGroup:
-        """The finished group. Raises Unreachable after timeout_seconds, or what the engine raised."""
+        """The finished group. Raises Unreachable after timeout_seconds or cancel(), or what the engine raised."""
         try:
             finished = self.future.result(timeout_seconds)
+        except CancelledError:
+            raise Unreachable("the caller gave the group up") from None
         except TimeoutError:
             self.cancel()
             raise Unreachable(f"the engine did not finish the group in {timeout_seconds:.1f} s") from None

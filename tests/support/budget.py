@@ -43,8 +43,8 @@ def sampled(rows: Sequence[Row], count: int, files: Callable[[Row], Iterable[str
     """The rows whose files (paths from the root, or folders) changed, and others that the day chooses: `count` in all.
 
     Where more changed than that, up to twice as many, of the day's choice too: a change to everything must not make a
-    run of everything. All rows with SPO_TEST_ALL=1. SPO_TEST_DAY=2026-11-25 repeats a day, SPO_TEST_SINCE=<commit> counts as changed what
-    is not as it was in that commit; without it, in the one before the last.
+    run of everything. All rows with SPO_TEST_ALL=1. SPO_TEST_DAY=2026-11-25 repeats a day, SPO_TEST_SINCE=<commit>
+    counts as changed what is not as it was in that commit; without it, in the one before the last.
     """
     if ALL in os.environ:
         return list(rows)

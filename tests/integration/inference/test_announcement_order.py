@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -89,3 +90,26 @@ def test_the_answer_to_a_heartbeat_is_older_than_what_the_stream_told_since(
     follower.follow()
 
     assert follower.loaded == [2]
+
+
+def test_a_redis_that_does_not_answer_while_a_run_is_assigned_is_waited_for_and_ends_no_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_module, "RETRY_SECONDS", 0.05)
+    said: list[str] = []
+    stop = threading.Event()
+
+    def note(ready: bool, reason: str) -> None:
+        said.append(reason)
+        if len(said) == 4:
+            stop.set()
+
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        away = redis.Redis(port=reserved.getsockname()[1], retry=None)
+        replica = ServingReplica(Settings(), away, note, lambda: None)
+        replica.on_heartbeat(orchestrator.HeartbeatResponse(run_id=RUN))
+
+        replica.follow(stop)
+
+    assert "Redis did not answer" in said[-1]

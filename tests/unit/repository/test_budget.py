@@ -26,7 +26,7 @@ def of_day(day: str, patch: pytest.MonkeyPatch) -> list[str]:
     return sampled(ROWS, 5, lambda row: [f"programs/{row}.yaml", "folder"] if row == "row 7" else [])
 
 
-def test_a_table_is_sampled_by_the_day_and_holds_first_the_rows_whose_files_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_sampled_by_the_day_and_holds_first_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ALL, raising=False)
     monkeypatch.setattr(budget, "changed_files", lambda: frozenset())
     days = [of_day(f"2026-11-{day}", monkeypatch) for day in range(10, 30)]
