@@ -45,6 +45,8 @@ from spo.errors import (
     SpoError,
 )
 from spo.experience.store import ExperienceStore
+from spo.messaging.redis_client import as_spo_error
+from spo.messaging.streams.recovery import Outage
 from spo.observability import get_logger
 from spo.rpc.pools import JudgePools
 from spo.service.process import in_rounds
@@ -89,6 +91,8 @@ STORED_SOURCES = ("other_run", "annotated")
 log = get_logger("continual")
 
 LOOK_SECONDS = 5.0
+# So begins the wait of one for what its next round would learn from: nothing is wrong with it.
+WANTING = "its next round waits for traffic"
 
 
 class RoundSchedule(Section):
@@ -530,6 +534,7 @@ class ContinualLoop:
         self.evaluations = evaluations
         self.experience = experience
         self.jobs: JobStore = store.jobs
+        self._outages: dict[str, Outage] = {}
 
     def run(self, stop: threading.Event) -> None:
         """Work until stop."""
@@ -537,26 +542,35 @@ class ContinualLoop:
 
     def tick(self, now: datetime | None = None) -> None:
         """One look at each; what one waits for is noted on it."""
-        for job in self.store.all():
-            reason = ""
+        jobs = self.store.all()
+        for deleted in self._outages.keys() - {job.field for job in jobs}:
+            del self._outages[deleted]
+        for job in jobs:
+            outage = self._outages.setdefault(job.field, Outage("a continual job waits", name=job.name))
             try:
-                self._advance(job, now or datetime.now(UTC))
-            except (NotLeading, redis.RedisError):
-                raise
+                reason = self._advance(job, now or datetime.now(UTC))
+                outage.over()
             except Exception as error:
+                if isinstance(error, NotLeading) or (
+                    isinstance(error, redis.RedisError) and as_spo_error(error).retryable
+                ):
+                    raise
                 # Retried at the next look: a service that is away, a store that cannot be reached.
                 reason = error.message if isinstance(error, SpoError) else f"{type(error).__name__}: {error}"
-                log.warning("a continual job waits", name=job.name, reason=reason)
+                outage.failed(error)
             self.store.note_wait(job, reason)
 
-    def _advance(self, job: ContinualJob, now: datetime) -> None:
+    def _advance(self, job: ContinualJob, now: datetime) -> str:
+        """The next step of a job; what it waits for in words, "" for nothing but its schedule."""
         rounds = self.store.rounds(job)
         newest = next(iter(rounds), None)
         if newest is None or newest.state in ENDED:
             # Before its schedule is asked: that nothing is served is known at once, not when a round is due.
             self._require_served(job)
             if not self._is_due(job, rounds, now):
-                return
+                return ""
+            if wanting := self._wanting(job, rounds):
+                return wanting
             newest = self._begin(job, rounds)
         try:
             self._follow(job, newest)
@@ -568,6 +582,7 @@ class ContinualLoop:
             # Waiting would not help: held-out problems that are gone, a job that is refused.
             faults = "; ".join(f"{fault.pointer}: {fault.message}" for fault in error.violations)
             self._end(job, newest, "failed", f"{error.message} {faults}".strip())
+        return ""
 
     def _follow(self, job: ContinualJob, current: Round) -> None:
         """The next step of a round that is under way. Raises SpoError."""
@@ -579,14 +594,19 @@ class ContinualLoop:
             self._follow_evaluations(job, current)
 
     def _is_due(self, job: ContinualJob, rounds: list[Round], now: datetime) -> bool:
-        schedule, least = job.spec.schedule, 1
-        if not self.store.is_round_wanted(job):
-            last = datetime.fromisoformat(rounds[0].began_at if rounds else job.created_at)
-            if job.spec.paused or now < schedule.next_at(last):
-                return False
-            least = schedule.min_new_trajectories
+        if self.store.is_round_wanted(job):
+            return True
+        last = datetime.fromisoformat(rounds[0].began_at if rounds else job.created_at)
+        return not job.spec.paused and now >= job.spec.schedule.next_at(last)
+
+    def _wanting(self, job: ContinualJob, rounds: list[Round]) -> str:
+        """What a round that is due lacks to learn from, in words; "" where there is enough."""
         self.experience.collect_traffic(job)
-        return self.experience.new_rows(job, rounds) >= least
+        new = self.experience.new_rows(job, rounds)
+        least = 1 if self.store.is_round_wanted(job) else job.spec.schedule.min_new_trajectories
+        traffic = job.spec.traffic
+        source = f"served as {job.spec.serves} and captured" if traffic else "stored in the runs that it learns from"
+        return "" if new >= least else f"{WANTING}: {new} of {least} new trajectories are {source}"
 
     def _require_served(self, job: ContinualJob) -> None:
         try:

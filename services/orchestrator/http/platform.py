@@ -22,6 +22,7 @@ from services.orchestrator.auth import ApiKey, Principal
 from services.orchestrator.autoscaling import SCALABLE
 from services.orchestrator.commit import now_ms
 from services.orchestrator.container import AppContext, ContextDep, Limit, PrincipalDep, at_the_door
+from services.orchestrator.continual import WANTING
 from services.orchestrator.http.events import DeadLetters
 from services.orchestrator.http.jobs import job_summaries, waits
 from services.orchestrator.job_records import JobFilter, page_of_jobs
@@ -29,6 +30,7 @@ from services.orchestrator.pipeline import platform_depths
 from spo import api, redis_keys
 from spo.error_codes import CATALOGUE
 from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady
+from spo.messaging.redis_client import as_spo_error
 from spo.messaging.streams.recovery import counts_of
 from spo.observability import (
     AGENT_EPISODES,
@@ -193,7 +195,8 @@ def _jobs(context: AppContext, principal: Principal) -> Iterator[Entry]:
 
 def _continual(context: AppContext, principal: Principal) -> Iterator[Entry]:
     for job in context.continual.all(principal.sees_tenant):
-        if reason := context.continual.wait_of(job).reason:
+        reason = context.continual.wait_of(job).reason
+        if reason and not reason.startswith(WANTING):
             remedy = "it goes on by itself once that is mended; `spo continual show` says more"
             yield _entry("warning", f"continual job {job.name}", reason[:500], remedy, page="/models")
 
@@ -259,7 +262,7 @@ def _readiness(context: AppContext) -> dict[str, str]:
     try:
         context.redis.ping()
     except redis.RedisError as error:
-        raise NotReady(f"Redis does not answer: {error}", code="redis_unreachable") from None
+        raise as_spo_error(error) from None
     context.leadership.require()
     notice = context.watch.notice()
     return {"status": "ready", **({"data_loss": notice} if notice else {})}

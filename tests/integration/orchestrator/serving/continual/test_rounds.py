@@ -254,6 +254,37 @@ def test_one_whose_name_is_served_no_more_says_so_until_it_is_again(
     assert loop.api.get("/v1/continual").json()["items"][0]["waits"] == ""
 
 
+def test_one_that_is_due_and_has_too_little_to_learn_from_says_how_much_is_missing(
+    loop: Loop, api: httpx.Client, context: AppContext
+) -> None:
+    loop.put(schedule={"min_new_trajectories": 3})
+    loop.store(2)
+
+    assert not loop.tick()
+
+    lacking = "its next round waits for traffic: 2 of 3 new trajectories are stored in the runs that it learns from"
+    assert loop.shown()["waits"] == lacking
+    assert loop.shown()["waits_since"]
+    subjects = [entry["subject"] for entry in api.get("/v1/attention").json()["items"]]
+    assert "continual job nightly" not in subjects, "nothing is wrong with it"
+
+
+def test_a_round_that_its_makers_quota_holds_back_says_so_until_there_is_room(
+    loop: Loop, parent: str, context: AppContext
+) -> None:
+    loop.put(schedule={"min_new_trajectories": 1})
+    made = context.continual.get("nightly", None)
+    context.continual.put(replace(made, max_active_jobs=0))
+    loop.store(1)
+
+    assert loop.tick()["state"] == "starting"
+
+    assert loop.shown()["waits"] == "the round waits: 0 jobs have not ended"
+    context.continual.put(replace(made, max_active_jobs=1))
+    assert loop.tick()["state"] == "training"
+    assert loop.shown()["waits"] == ""
+
+
 CRASHES = {"before the job is noted": "training", "between the two": "evaluating", "before the end is noted": "served"}
 
 
