@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
@@ -23,6 +24,7 @@ from services.orchestrator.jobs import JobStore, seed_of
 from spo import redis_keys
 from spo.errors import InvalidInput, LeaseLost, NotFound, SpoError
 from spo.messaging.streams import Consumer, Entry, decoded
+from spo.messaging.streams.recovery import Outage
 from spo.observability import get_logger
 from spo.service.process import in_rounds
 from spo.spec.job_spec import JobSpec
@@ -115,6 +117,9 @@ class AgentEpisodes:
         self._lock = threading.RLock()
         self._open: dict[str, dict[str, OpenGroup]] = {}
         self._consumers: dict[str, Consumer] = {}
+        # When a runner of each pool asked last, in monotonic seconds.
+        self._asked_at: dict[str, float] = {}
+        self._outages: dict[str, Outage] = {}
 
     def run(self, stop: threading.Event) -> None:
         """Take groups, take back what silent runners hold, pass on what is over, until stop."""
@@ -124,15 +129,33 @@ class AgentEpisodes:
         running = self.jobs.in_states((JobState.RUNNING,))
         for job_id in running:
             # What keeps one job's episodes waiting holds up no other's.
+            outage = self._outages.setdefault(job_id, Outage("episodes of agents wait", job=job_id))
             try:
                 if self._harness(job_id):
                     self.look_after(job_id)
+                outage.over()
             except (redis.RedisError, SpoError) as error:
-                log.warning("episodes of agents wait", job=job_id, reason=str(error)[:300])
+                outage.failed(error)
         with self._lock:
-            for ended in set(self._open) - set(running):
-                self._open.pop(ended)
+            for ended in {*self._open, *self._outages} - set(running):
+                self._open.pop(ended, None)
                 self._consumers.pop(ended, None)
+                self._outages.pop(ended, None)
+
+    def standing(self, job_id: str) -> list[str]:
+        """What the job's episodes wait for, in words: nothing while runners of their pool ask for some."""
+        # Without the lock, which a round holds while Redis does not answer.
+        episodes = [each for group in list(self._open.get(job_id, {}).values()) for each in group.episodes]
+        waiting = sum(each.state == "waiting" for each in episodes)
+        harness = self._harness(job_id) if waiting else None
+        if harness is None:
+            return []
+        asked_at = self._asked_at.get(harness.runner_pool)
+        if asked_at is not None and time.monotonic() - asked_at < LEASE_SECONDS:
+            return []
+        leased = sum(each.state == "leased" for each in episodes)
+        last = "none has asked" if asked_at is None else f"none has asked for {time.monotonic() - asked_at:.0f} s"
+        return [f"{waiting} episodes wait for a runner of the pool {harness.runner_pool}: {last}; {leased} are played"]
 
     def look_after(self, job_id: str) -> None:
         """One round of a job."""
@@ -194,6 +217,7 @@ class AgentEpisodes:
     def lease(self, job_ids: Collection[str], pool: str, most: int) -> list[Leased]:
         """Lease episodes of these jobs that wait for a runner of the pool."""
         found: list[Leased] = []
+        self._asked_at[pool] = time.monotonic()
         with self._lock:
             for job_id in job_ids:
                 spec = self.jobs.spec(job_id)

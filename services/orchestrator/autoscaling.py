@@ -35,7 +35,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,7 +50,7 @@ from services.orchestrator.replicas import SERVED, ReplicaAssigner
 from services.orchestrator.settings import Settings
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotFound, PreconditionFailed, Unreachable
-from spo.messaging.redis_client import RedisClient, write_even_when_full
+from spo.messaging.redis_client import RedisClient, only_this_job, write_even_when_full
 from spo.messaging.streams import depth, entries_of_run
 from spo.observability import get_logger
 from spo.rpc.pools import JudgePools
@@ -422,7 +422,10 @@ class Autoscaling:
                 if replica.pool == "inference":
                     loads[replica.run_id][replica.replica_id] = replica.load
         served = self.jobs.in_states(SERVED)
-        facts = [found for run_id in served if (found := self._facts(run_id, loads.get(run_id, {})))]
+        facts: list[JobFacts] = []
+        for run_id in served:
+            with only_this_job():
+                facts += filter(None, [self._facts(run_id, loads.get(run_id, {}))])
         for ended in self._steps.keys() - set(served):
             del self._steps[ended]
         streams = sum(most for run_id, most in self.traffic.take_most().items() if run_id not in served)
@@ -484,18 +487,16 @@ class Autoscaling:
         return least + len({self._model(run_id) for run_id in self.assigner.in_use()} - models)
 
     def _model(self, run_id: str) -> str:
-        """What one engine can hold for several runs; "" of a run that is gone."""
-        try:
+        """What one engine can hold for several runs; "" of a run that is gone or damaged."""
+        with suppress(NotFound), only_this_job():
             model = self.jobs.spec(run_id).model
-        except NotFound:
-            return ""
-        return f"{model.path} {model.dtype}"
+            return f"{model.path} {model.dtype}"
+        return ""
 
     def _asks_verifiers(self, run_id: str) -> bool:
-        try:
+        with suppress(NotFound), only_this_job():
             return asks_verifiers(self.jobs.spec(run_id))
-        except NotFound:
-            return False
+        return False
 
 
 def asks_verifiers(spec: JobSpec) -> bool:

@@ -145,7 +145,8 @@ if ARGV[6] ~= '' then
   local found = redis.call('HGET', KEYS[5], ARGV[6]) or ''
   if found ~= ARGV[7] then return {{'guard', 0, state, found}} end
 end
--- Before the first write: a script that fails is not undone, and what is no stream of events fails here.
+-- Before the first write: a script that fails is not undone; what is no record or no stream of events fails here.
+redis.call('HLEN', KEYS[3])
 local newest = ARGV[8] ~= '' and redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
 local lease_ms = tonumber(ARGV[15])
 if lease_ms > 0 then

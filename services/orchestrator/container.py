@@ -51,7 +51,7 @@ from spo import redis_keys
 from spo.api import JOB_ID_PATTERN
 from spo.errors import InvalidInput, NotFound, NotReady
 from spo.experience.store import ExperienceStore
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, only_this_job
 from spo.rpc.client import RpcClient
 from spo.rpc.pools import AddressRules, InferenceClient, JudgePools
 from spo.spec.job_spec import TasksSpec
@@ -253,6 +253,7 @@ class AppContext:
         self.plan_warnings = PlanWarnings(self.replicas, lambda: self.redis.info("memory")["maxmemory"])
         self.monitor = JobMonitor(jobs, self.leases, self.assigner, settings.stall_seconds)
         self.monitor.evaluations = self.evaluations.standing
+        self.monitor.episodes = self.agent_episodes.standing
         preparation = JobPreparation(jobs, self.library, self.model_check, self.judges)
         training = JobTraining(jobs, self.leases, self.evaluations, self.library, settings)
         self.runner = JobRunner(jobs, self.queue, preparation, training, self.monitor, self.assigner)
@@ -289,7 +290,7 @@ class AppContext:
         """The tasks of active jobs, as files."""
         for job_id in self.jobs.in_states(ACTIVE):
             # Of a job that ends meanwhile, or whose dataset is gone, nothing is used.
-            with suppress(NotFound, InvalidInput):
+            with suppress(NotFound, InvalidInput), only_this_job():
                 yield self.datasets.resolve(self.jobs.spec(job_id).tasks)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from services.orchestrator.replicas import GroupsInHand
 from spo import observability, redis_keys
 from spo.algorithm.replay_sampling import value_spread
 from spo.errors import InternalError, PreconditionFailed, SpoError
+from spo.messaging.redis_client import as_spo_error
 from spo.messaging.streams import append_words
 from spo.messaging.streams.recovery import Outage, TroubleNotes, reason_of
 from spo.observability import get_logger
@@ -181,16 +182,16 @@ class PromptDispatcher:
 
     def run(self, stop: threading.Event) -> None:
         """Dispatch until stop; a service that does not answer costs time, never a prompt."""
+        outage = Outage("nothing is dispatched")
         while not stop.is_set():
             running: list[str] = []
             try:
                 running = self.jobs.in_states((JobState.RUNNING,))
                 self._steps.round(running, IDLE_SECONDS)
-            except redis.RedisError as error:
-                log.warning("Redis does not answer; trying again", reason=str(error))
-            except NotLeading as error:
-                # Redis came back empty: whether this process leads again, its leadership finds out, and ends it if not.
-                log.warning("nothing is dispatched until this orchestrator leads again", reason=error.message)
+                outage.over()
+            except (redis.RedisError, NotLeading) as error:
+                # Where Redis came back empty, leadership finds out whether this process leads, and ends it if not.
+                outage.failed(error)
             self._forget(running)
             stop.wait(POLL_SECONDS if running else IDLE_SECONDS)
         self._steps.close()
@@ -209,9 +210,9 @@ class PromptDispatcher:
         try:
             self.dispatch(job_id)
             outage.over()
-        except redis.RedisError:
-            raise
         except Exception as error:
+            if isinstance(error, redis.RedisError) and as_spo_error(error).retryable:
+                raise
             if isinstance(error, SpoError) and not passes(error):
                 self.jobs.fail(job_id, error.code, error.message)
                 return

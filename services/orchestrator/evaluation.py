@@ -33,6 +33,8 @@ from services.orchestrator.leases import EvaluationFailure, failures_of
 from services.orchestrator.replicas import SERVED, ReplicaAssigner, published_versions
 from services.orchestrator.scoring import EvaluationTask, Scorer, Stopped, is_passing, summary, upload_tests
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, ResourceExhausted, SpoError, storage_error
+from spo.messaging.redis_client import as_spo_error
+from spo.messaging.streams.recovery import Outage
 from spo.observability import get_logger
 from spo.rpc.client import SILENT_SECONDS
 from spo.spec.job_spec import EvaluationSpec, TasksSpec
@@ -340,6 +342,7 @@ class EvaluationQueue:
         self.schedule = EvaluationSchedule(jobs, limits.attempts, limits.kept)
         self.requests = EvaluationRequests(jobs, limits.kept)
         self._backoff = Backoff()
+        self._outages: dict[str, Outage] = {}
         self._model = ("", 0.0)
 
     def standing(self, job_id: str) -> list[str]:
@@ -393,6 +396,7 @@ class EvaluationQueue:
     def run(self, stop: threading.Event) -> None:
         """Work until stop; what was interrupted, or failed for a passing reason, begins anew."""
         lanes: dict[str, tuple[str, Future[None]]] = {}
+        outage = Outage("evaluations wait")
         with ThreadPoolExecutor(MAX_LANES, thread_name_prefix="evaluation") as pool:
             while not stop.is_set():
                 lanes = {lane: (name, future) for lane, (name, future) in lanes.items() if not future.done()}
@@ -400,8 +404,9 @@ class EvaluationQueue:
                     under_way = {lane: name for lane, (name, _) in lanes.items()}
                     for lane, pending in self._pending(under_way):
                         lanes[lane] = _name(pending), pool.submit(self._work_off, pending, stop)
+                    outage.over()
                 except (SpoError, redis.RedisError) as error:
-                    log.warning("evaluations wait", reason=str(error))
+                    outage.failed(error)
                 stop.wait(POLL_SECONDS)
 
     def _pending(self, under_way: Mapping[str, str]) -> Iterator[tuple[str, Pending]]:
@@ -430,13 +435,15 @@ class EvaluationQueue:
             if self.assigner.left_out(job_id):
                 return None
             due = self.schedule.due(job_id)
-            return due if due is None or self._backoff.is_over(_name(due)) else None
-        except redis.RedisError:
-            raise
+            found = due if due is None or self._backoff.is_over(_name(due)) else None
         except Exception as error:
+            if isinstance(error, redis.RedisError) and as_spo_error(error).retryable:
+                raise
             # A fault of one job's documents is no reason for the others to wait.
-            log.warning("a job's evaluations wait", job=job_id, reason=f"{type(error).__name__}: {error}")
+            self._outages.setdefault(job_id, Outage("a job's evaluations wait", job=job_id)).failed(error)
             return None
+        self._outages.pop(job_id, None)
+        return found
 
     def _requested(self, evaluation_id: str) -> RequestedEvaluation | None:
         """The evaluation, unless it has to wait; ends it when its job is gone."""

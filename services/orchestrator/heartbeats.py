@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.replicas import HEARTBEAT_SECONDS, GroupsInHand, ReplicaAssigner, announced_version
+from spo.messaging.redis_client import only_this_job
 from spo.v1 import orchestrator_service_pb2 as wire
 
 # Replicas learn of new weights from the run's stream, so an answer may be this old.
@@ -55,7 +56,10 @@ class HeartbeatResponder:
                 at = time.monotonic()
                 assignments = self.assigner.assignments()
                 pause = self._pause_seconds(len(assignments))
-                answers = {run_id: self._answer_for(run_id, pause) for run_id in self.assigner.wanted()}
+                answers: dict[str, bytes] = {}
+                for run_id in self.assigner.wanted():
+                    with only_this_job():
+                        answers[run_id] = self._answer_for(run_id, pause)
                 self._snapshot = snapshot = _Snapshot(at, assignments, answers)
             finally:
                 self._lock.release()

@@ -16,17 +16,18 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypedDict, Unpack
 
-from pydantic import BaseModel, ConfigDict, Field, Json
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
 from ulid import ULID
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import Commit, Precondition, Word, Write, timestamp
 from spo import redis_keys
 from spo.errors import Conflict, IntegrityError, InvalidInput
-from spo.messaging.redis_client import RedisClient, write_even_when_full
+from spo.messaging.redis_client import RedisClient, replies_by_key, write_even_when_full
 from spo.spec.job_spec import JobSpec, spec_to_json
 from spo.spec.section import JobState
 
@@ -183,6 +184,23 @@ class JobRecord(BaseModel):
     def from_redis(cls, fields: Mapping[bytes, bytes]) -> JobRecord:
         """The record of a hash as Redis holds it; fields of other names are left out."""
         return cls.model_validate({name.decode(): value.decode() for name, value in fields.items()})
+
+    @classmethod
+    def shown(cls, job_id: str, fields: object) -> JobRecord:
+        """As from_redis, for lists and pages; of what is no record, what the id says: others are listed beside it."""
+        if isinstance(fields, dict):
+            with suppress(ValidationError):
+                return cls.from_redis(fields)
+        created = ULID.from_str(job_id.removeprefix("job_")).datetime
+        at = created.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return cls.model_validate(
+            {
+                "name": "its record in Redis is damaged",
+                "labels": "{}",
+                "created_at": at,
+                "created_unix_ms": int(created.timestamp() * 1000),
+            }
+        )
 
     @property
     def is_trained(self) -> bool:
@@ -423,7 +441,7 @@ def tenants_of(client: RedisClient, job_ids: Sequence[str]) -> dict[str, str]:
     with client.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hget(redis_keys.job_record(job_id), "tenant")
-        return {job_id: (raw or b"").decode() for job_id, raw in zip(job_ids, pipe.execute(), strict=True)}
+        return {job_id: (raw or b"").decode() for job_id, raw in zip(job_ids, replies_by_key(pipe), strict=True)}
 
 
 def in_turns(ranked: Iterable[str], tenants: Mapping[str, str], held: Iterable[str] = ()) -> list[str]:

@@ -39,7 +39,7 @@ from services.orchestrator.job_records import (
 )
 from spo import redis_keys
 from spo.errors import IntegrityError, LeaseLost, NotFound
-from spo.messaging.redis_client import RedisClient, StreamEntry
+from spo.messaging.redis_client import RedisClient, StreamEntry, replies_by_key
 from spo.observability import get_logger
 from spo.service.state import StatePlace
 from spo.spec.job_spec import JobSpec, spec_from_json
@@ -285,7 +285,8 @@ class JobStore:
         with self.client.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.hget(redis_keys.job_record(job_id), "priority")
-            found = {job_id: int(raw or 1) for job_id, raw in zip(job_ids, pipe.execute(), strict=True)}
+            replies = zip(job_ids, replies_by_key(pipe), strict=True)
+            found = {job_id: int(raw) if raw and raw.isdigit() else 1 for job_id, raw in replies}
         return dict(sorted(found.items(), key=lambda found: -found[1]))
 
     def users_of(self, dataset_id: str) -> list[str]:
@@ -420,7 +421,7 @@ def _matching(jobs: JobStore, job_ids: Sequence[str], words: str) -> list[str]:
     with jobs.client.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.hget(redis_keys.job_record(job_id), "name")
-        names = pipe.execute()
+        names = replies_by_key(pipe)
     return [
         job_id
         for job_id, name in zip(job_ids, names, strict=True)

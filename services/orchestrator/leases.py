@@ -20,7 +20,7 @@ from services.orchestrator.job_records import clear_fields, write_fields
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.settings import Settings
 from spo import redis_keys
-from spo.messaging.redis_client import RedisClient
+from spo.messaging.redis_client import RedisClient, only_this_job, replies_by_key
 from spo.observability import get_logger
 from spo.service.state import StatePlace, state_at
 from spo.spec.section import JobState
@@ -276,14 +276,16 @@ def read_leases(client: RedisClient, job_ids: Sequence[str], lease_ms: int) -> l
     with client.pipeline(transaction=False) as pipe:
         for job_id in job_ids:
             pipe.eval(_READ, 2, own_keys.job_lease(job_id), own_keys.leader(), lease_ms)
-        replies = pipe.execute()
+        replies = pipe.execute() if len(job_ids) == 1 else replies_by_key(pipe)
+    # Of a lease that is none nobody is the holder; whoever is granted it hears what Redis says of it.
+    found = [reply or (b"", 0, 0, 0, 0) for reply in replies]
     # A write of its own, so that leases can be read while Redis takes no writes.
-    for job_id, (_, _, _, expires_unix_ms, set_back) in zip(job_ids, replies, strict=True):
+    for job_id, (_, _, _, expires_unix_ms, set_back) in zip(job_ids, found, strict=True):
         if set_back:
             client.eval(_SHORTEN, 1, own_keys.job_lease(job_id), lease_ms, expires_unix_ms)
     return [
         Lease(trainer_id.decode(), int(epoch), bool(live), int(expires_unix_ms))
-        for trainer_id, epoch, live, expires_unix_ms, _ in replies
+        for trainer_id, epoch, live, expires_unix_ms, _ in found
     ]
 
 
@@ -322,7 +324,7 @@ class Vacancies:
         with self._jobs.client.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.hget(redis_keys.job_record(job_id), "trained_steps")
-            trained = pipe.execute()
+            trained = replies_by_key(pipe)
         untrained = [job_id for job_id, steps in zip(job_ids, trained, strict=True) if steps is None]
         leases = read_leases(self._jobs.client, untrained, self._lease_ms)
         found = zip(untrained, leases, strict=True)
@@ -361,9 +363,11 @@ class Leases:
         fresh_since = began
         while wanted():
             for job_id in self._vacancies.wanted_by(trainer_id, fresh_since):
-                granted = self._grant(job_id, trainer_id)
-                if granted is not None:
-                    return granted
+                # A job whose keys Redis refuses says so among its waits; the next one gets the trainer.
+                with only_this_job():
+                    granted = self._grant(job_id, trainer_id)
+                    if granted is not None:
+                        return granted
             left = began + min(wait_seconds, MAX_WAIT_SECONDS) - time.monotonic()
             if left <= 0 or self.stop.wait(min(left, POLL_SECONDS)):
                 break
@@ -374,6 +378,8 @@ class Leases:
         held, record = self.lease(job_id), self.jobs.record(job_id)
         if record.is_trained or (held.live and held.trainer_id != trainer_id):
             return None
+        # Read before it is leased: one whose spec is damaged keeps no trainer.
+        self.jobs.spec_document(job_id)
         self.before_grant(job_id)
         held = self.lease(job_id)
         key = own_keys.job_lease(job_id)

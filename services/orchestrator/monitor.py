@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
+import redis
+
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.checks import state_in_words
 from services.orchestrator.commit import Commit, Fence, Precondition, Write, now_ms
@@ -33,8 +35,8 @@ from services.orchestrator.replicas import (
 )
 from spo import redis_keys
 from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
-from spo.errors import InvalidInput
-from spo.messaging.redis_client import RedisClient
+from spo.errors import InvalidInput, SpoError
+from spo.messaging.redis_client import RedisClient, as_spo_error
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec
 from spo.spec.plan import MemoryAdvice, memory_advice, shape_of_folder
@@ -88,6 +90,7 @@ _TRIED_AND_ENDS = tuple(
             "replicas are shared anew every second",
             "a job ends, or a replica joins",
         ),
+        (r"for a runner of", "they are offered to whoever asks", "a runner of that pool starts: `spo agents run`"),
         (r"for a trainer to lease", "every free trainer is offered it", "a trainer starts, or another job ends"),
         (
             r"the evaluation of step|an evaluation",
@@ -128,6 +131,11 @@ _STANDS = {
     JobState.PAUSING: "the job waits for its trainer to write a checkpoint",
     JobState.CANCELLING: "the job waits for its trainer to let go",
 }
+
+
+def refused_in_words(error: SpoError) -> str:
+    """What a job waits for of whose keys Redis says this."""
+    return f"Redis refuses what the job needs: {error.message}"
 
 
 def note_alarms(jobs: JobStore, request: RenewLeaseRequest) -> bool:
@@ -310,6 +318,8 @@ class JobMonitor:
         self._pool_facts: tuple[float, dict[str, float]] = (float("-inf"), {})
         # How the evaluations of a job that are under way stand, in words.
         self.evaluations: Callable[[str], list[str]] = lambda job_id: []
+        # What episodes that agents play wait for.
+        self.episodes: Callable[[str], list[str]] = lambda job_id: []
         self.clock: Callable[[], float] = time.time
         self._lock = threading.Lock()
         # When each reason was first seen, and last; numbers in it may change meanwhile.
@@ -380,6 +390,15 @@ class JobMonitor:
         noted = [reason for reason in (self.outage, self._noted.get(job_id)) if reason]
         if state not in (JobState.ESTIMATING, JobState.RUNNING):
             return noted
+        try:
+            return self._waits(job_id, state, noted)
+        except redis.RedisError as error:
+            found = as_spo_error(error)
+            if found.retryable:
+                raise
+            return noted or [refused_in_words(found)]
+
+    def _waits(self, job_id: str, state: JobState, noted: list[str]) -> list[str]:
         waiting = entries_in_pipeline(self.jobs.client, job_id)
         troubles = troubles_in_pipeline(self.jobs.client, job_id)
         found = noted + [f"{place}: {trouble.reason}" for place, trouble in troubles.items()]
@@ -406,10 +425,13 @@ class JobMonitor:
             found.append("the job waits for a trainer to lease it")
         found += trouble_of_trainer(self.jobs.client, job_id)
         found += self._problems(job_id)
-        found += [f"{waiting[stream]} groups wait at {pool}" for stream, pool in STAGES if waiting[stream]]
+        found += self.episodes(job_id)
+        spec = self.jobs.spec(job_id)
+        places = dict(STAGES) | ({"prompts": "runners of agents"} if spec.tasks.harness else {})
+        found += [f"{waiting[stream]} groups wait at {place}" for stream, place in places.items() if waiting[stream]]
         if waiting["estimates"]:
             found.append(f"{waiting['estimates']} prompts are estimated while the job trains")
-        followed = self.jobs.spec(job_id).rollout.follow
+        followed = spec.rollout.follow
         if followed is not None:
             found.append(f"its shared rollouts come from {followed}, which is {state_in_words(self.jobs, followed)}")
         return found

@@ -37,7 +37,7 @@ from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import CheckpointRecord, JobFiles, recorded_checkpoints
 from spo import redis_keys
 from spo.errors import IntegrityError, NotFound, PreconditionFailed, SpoError, StorageUnavailable, Unreachable
-from spo.messaging.redis_client import RedisClient, ServerFacts, StreamEntry
+from spo.messaging.redis_client import RedisClient, ServerFacts, StreamEntry, replies_by_key
 from spo.messaging.streams import append_words
 from spo.observability import get_logger
 from spo.service.process import in_rounds
@@ -414,10 +414,11 @@ class JobManifests:
                     pipe.xrevrange(own_keys.job_events(job_id), count=1)
                     pipe.hgetall(redis_keys.job_checkpoints(job_id))
                     pipe.hgetall(own_keys.job_weights(job_id))
-                replies = pipe.execute()
+                # What is written of a job whose keys are damaged stays as it was.
+                replies = replies_by_key(pipe)
             for number, job_id in enumerate(chunk):
                 state, spec, record, lease_epoch, newest, *reported = replies[7 * number : 7 * number + 7]
-                if state and spec and record:
+                if state and spec and record and newest is not None and None not in reported:
                     yield JobManifest(
                         id=job_id,
                         state=state.decode(),

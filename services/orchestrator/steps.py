@@ -28,7 +28,7 @@ from services.orchestrator.job_records import JobAction, clear_fields, refuse, t
 from services.orchestrator.job_steps import JobSteps
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import EvaluationFailure, Leases, latest_step, recorded_checkpoints
-from services.orchestrator.monitor import JobMonitor
+from services.orchestrator.monitor import JobMonitor, refused_in_words
 from services.orchestrator.pipeline import check_groups, given_up
 from services.orchestrator.replicas import ReplicaAssigner, ReplicaRegistry, published_versions
 from services.orchestrator.scoring import upload_tests
@@ -46,6 +46,7 @@ from services.orchestrator.values import (
 from spo import redis_keys
 from spo.errors import IntegrityError, NotFound, NotReady, SpoError, Unreachable, storage_error
 from spo.messaging.redis_client import as_spo_error
+from spo.messaging.streams.recovery import Outage
 from spo.observability import get_logger
 from spo.rpc.pools import JudgePools
 from spo.service.process import in_rounds
@@ -443,6 +444,7 @@ class JobRunner:
         self.monitor = monitor
         self.assigner = assigner
         self._tidied_at = 0.0
+        self._outages: dict[str, Outage] = {}
         queue.refused = self._note_or_raise
         self._adoption = JobSteps(self._alone(self._adopt), "adoption")
         self._steps = JobSteps(self._alone(self._advance), "job-step")
@@ -500,6 +502,8 @@ class JobRunner:
             active = self.jobs.in_states(ACTIVE)
             self.monitor.forget(active)
             self.training.forget(active)
+            for ended in self._outages.keys() - {*active, *self.queue.waiting()}:
+                self._outages.pop(ended, None)
 
     def _alone(self, step: Callable[[str], None]) -> Callable[[str], None]:
         def guarded(job_id: str) -> None:
@@ -541,22 +545,23 @@ class JobRunner:
         try:
             self._step(job_id, self.jobs.state(job_id))
             self.monitor.observe(job_id)
-            self.monitor.note_wait(job_id, self._move_events(job_id))
+            self._move_events(job_id)
+            self.monitor.note_wait(job_id, "")
+            if outage := self._outages.pop(job_id, None):
+                outage.over()
         except redis.RedisError:
             raise
         except SpoError as error:
             if error.code == "job_not_found":
                 self._forget_ghost(job_id)
             elif error.retryable:
-                log.warning("a job waits", job=job_id, reason=error.message)
-                self.monitor.note_wait(job_id, error.message)
+                self._waits(job_id, error)
             else:
                 self.jobs.fail(job_id, error.code, error.message)
         except Exception as error:
             away = storage_error(error)
             if away:
-                log.warning("a job waits", job=job_id, reason=away.message)
-                self.monitor.note_wait(job_id, away.message)
+                self._waits(job_id, away)
                 return
             # A fault of ours ends this job, loudly, and no other.
             log.exception("advancing a job failed", job=job_id)
@@ -567,17 +572,20 @@ class JobRunner:
         found = as_spo_error(error)
         if found.retryable:
             raise error
-        log.error("Redis refuses what a job needs; it waits, others go on", job=job_id, reason=found.message)
-        self.monitor.note_wait(job_id, f"Redis refuses what the job needs: {found.message}")
+        self._waits(job_id, NotReady(refused_in_words(found)))
 
-    def _move_events(self, job_id: str) -> str:
-        """Keep what Redis has of the job's events within bounds; why it cannot be, "" when it is."""
+    def _waits(self, job_id: str, error: SpoError) -> None:
+        """Name what a job waits for; a round comes every second, and a line of the log seldom."""
+        self.monitor.note_wait(job_id, error.message)
+        self._outages.setdefault(job_id, Outage("a job waits", job=job_id)).failed(error)
+
+    def _move_events(self, job_id: str) -> None:
+        """Keep what Redis has of the job's events within bounds. Raises NotReady where it cannot be."""
         try:
             self.jobs.move_events_to_files(job_id)
         except (OSError, IntegrityError, Unreachable) as error:
-            log.warning("events stay in Redis", job=job_id, reason=str(error))
-            return f"its older events cannot be written to files, and stay in Redis: {error}"
-        return ""
+            message = f"its older events cannot be written to files, and stay in Redis: {error}"
+            raise NotReady(message) from error
 
     def _step(self, job_id: str, state: JobState) -> None:
         if state in (JobState.ESTIMATING, JobState.RUNNING):

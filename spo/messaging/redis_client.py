@@ -622,6 +622,31 @@ def as_spo_error(error: redis.RedisError) -> SpoError:
     return InternalError(f"{type(error).__name__}: {error}")
 
 
+@contextmanager
+def only_this_job() -> Iterator[None]:
+    """One job's part of a round over many: what Redis says of that job's keys ends its part and no other's.
+
+    A key that holds another type than the command is for. Raises redis.RedisError for an outage, which all wait for.
+    """
+    try:
+        yield
+    except redis.RedisError as error:
+        if as_spo_error(error).retryable:
+            raise
+
+
+def replies_by_key(pipe: RedisPipeline) -> list[Any]:
+    """The replies of a pipeline that reads keys of many jobs; None where one holds another type than was asked for.
+
+    Raises redis.RedisError for an outage.
+    """
+    replies = pipe.execute(raise_on_error=False)
+    for reply in replies:
+        if isinstance(reply, redis.RedisError) and as_spo_error(reply).retryable:
+            raise reply
+    return [None if isinstance(reply, redis.RedisError) else reply for reply in replies]
+
+
 def public_address(url: str) -> str:
     """The URL without its password, for messages and logs. Raises InvalidInput (code "bad_redis_url")."""
     return parse_redis_url(url).address

@@ -32,6 +32,7 @@ from services.orchestrator.http.openai import (
     ServedCompletion,
 )
 from services.orchestrator.http.openai_requests import ChatMessage, ChatRequest, conversation, refused
+from services.orchestrator.job_records import tenants_of
 from services.orchestrator.replicas import announced_version
 from services.orchestrator.serving import Target
 from spo import api
@@ -169,7 +170,8 @@ async def lease_episodes(
 
 def _leased(context: AppContext, principal: Principal, body: api.LeaseRequest) -> list[Leased]:
     running = context.jobs.in_states((JobState.RUNNING,))
-    own = [each for each in running if principal.sees_tenant in (None, context.jobs.tenant(each))]
+    tenants = tenants_of(context.redis, running)
+    own = [each for each in running if principal.sees_tenant in (None, tenants[each])]
     return context.agent_episodes.lease(own, body.pool, body.most)
 
 

@@ -34,6 +34,7 @@ from services.orchestrator.steps import act_on, ask_for_checkpoint, rename_job
 from services.orchestrator.values import require_stored
 from spo import api, redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, NotReady, ResourceExhausted
+from spo.messaging.redis_client import only_this_job, replies_by_key
 from spo.messaging.streams import oldest_unix_ms
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import TERMINAL, JobState
@@ -158,12 +159,12 @@ def job_summaries(context: AppContext, job_ids: Sequence[str]) -> list[api.JobSu
             pipe.hgetall(redis_keys.job_record(job_id))
             pipe.get(redis_keys.run_state(job_id))
             pipe.zrange(own_keys.job_metrics(job_id), -1, -1, withscores=True)
-        replies = pipe.execute()
+        replies = replies_by_key(pipe)
     found = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
     return [
-        _summary(job_id, JobRecord.from_redis(fields), state, newest)
+        _summary(job_id, JobRecord.shown(job_id, fields), state, newest or [])
         for job_id, fields, state, newest in found
-        if fields and state
+        if fields != {} and state
     ]
 
 
@@ -173,16 +174,18 @@ def job_document(context: AppContext, job_id: str) -> api.Job:
     with context.redis.pipeline(transaction=False) as pipe:
         pipe.hgetall(redis_keys.job_record(job_id))
         pipe.get(redis_keys.run_state(job_id))
-        pipe.zrange(own_keys.job_metrics(job_id), -1, -1, withscores=True)
         pipe.get(redis_keys.run_spec(job_id))
-        pipe.hlen(redis_keys.run_values(job_id))
-        pipe.hlen(redis_keys.provisional_values(job_id))
+        pipe.zrange(own_keys.job_metrics(job_id), -1, -1, withscores=True)
         pipe.hkeys(own_keys.evaluations(job_id))
         pipe.xrevrange(redis_keys.weights(job_id), count=1)
-        fields, state, newest, document, values, provisional, evaluated, announced = pipe.execute()
-    if not fields or not state or document is None:
+        pipe.hlen(redis_keys.run_values(job_id))
+        pipe.hlen(redis_keys.provisional_values(job_id))
+        fields, state, document, newest, evaluated, announced, values, provisional = replies_by_key(pipe)
+    if fields == {} or not state or document is None:
+        # Raises what Redis says of a spec that is none.
+        context.jobs.spec_document(job_id)
         raise context.jobs.absent(job_id)
-    record = JobRecord.from_redis(fields)
+    record, newest, evaluated = JobRecord.shown(job_id, fields), newest or [], evaluated or []
     summary = _summary(job_id, record, state, newest)
     spec = context.jobs.parse_spec(document)
     latest = _newest_evaluation(context, job_id, evaluated)
@@ -192,9 +195,9 @@ def job_document(context: AppContext, job_id: str) -> api.Job:
     return api.Job(
         **vars(summary),
         progress=api.Progress(
-            **context.value_progress.of(job_id, spec, values),
+            **context.value_progress.of(job_id, spec, values or 0),
             values_total=record.prompts_total,
-            values_provisional=provisional,
+            values_provisional=provisional or 0,
             values_pending=record.estimates_pending,
             solved=_solved(context, job_id, spec),
             step=summary.step,
@@ -269,7 +272,10 @@ def _metrics(record: JobRecord, newest: list[tuple[bytes, float]]) -> dict[str, 
 
 def waits(context: AppContext, job_id: str, state: JobState) -> list[str]:
     """What a job that has not ended waits for, in words."""
-    reasons = [*context.monitor.waits(job_id, state), *context.queue.reasons(job_id, state)]
+    reasons = context.monitor.waits(job_id, state)
+    # Where the job's record is damaged, the monitor has said so.
+    with only_this_job():
+        reasons += context.queue.reasons(job_id, state)
     return context.monitor.named(job_id, state, reasons)
 
 

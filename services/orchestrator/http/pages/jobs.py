@@ -46,6 +46,7 @@ from services.orchestrator.leases import evaluation_results, training_series
 from services.orchestrator.replicas import POOLS, published_versions
 from spo import api, redis_keys
 from spo.errors import FieldViolation, InvalidInput, SpoError
+from spo.messaging.redis_client import replies_by_key
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import TERMINAL, JobState
 from spo.tasks.load import probe_document
@@ -167,14 +168,14 @@ def _lines(context: AppContext, job_ids: Sequence[str]) -> list[dict[str, object
             pipe.get(redis_keys.run_spec(summary.id))
             pipe.hlen(redis_keys.run_values(summary.id))
             pipe.hmget(redis_keys.job_record(summary.id), ["prompts_total", "failure_code", "failure_message"])
-        replies = pipe.execute()
+        replies = replies_by_key(pipe)
     lines: list[dict[str, object]] = []
     for summary, spec, values, record in zip(summaries, replies[::3], replies[1::3], replies[2::3], strict=True):
-        total, code, message = ((field or b"").decode() for field in record)
+        total, code, message = ((field or b"").decode() for field in record or (b"", b"", b""))
         steps = json.loads(spec)["trainer"]["steps"] if spec else 0
         stage, done, most = "step", summary.step, steps
         if total.isdigit() and (summary.state is JobState.ESTIMATING or not steps):
-            stage, done, most = "value", min(values, int(total)), int(total)
+            stage, done, most = "value", min(values or 0, int(total)), int(total)
         # The last line of what was raised says it.
         why = message.strip().rpartition("\n")[2][:MOST_OF_A_REASON]
         line = {"stage": stage, "done": done, "most": most, "failure_code": code, "failure": why or (code and "failed")}

@@ -106,6 +106,19 @@ def test_a_request_hears_whether_redis_is_full_or_refuses(
     assert api.post("/v1/jobs", json=document).status_code == 202, "nothing is left of it"
 
 
+def test_what_is_wrong_with_a_key_is_our_fault_and_no_outage(
+    api: httpx.Client, context: AppContext, redis_client: redis.Redis
+) -> None:
+    damaged = job(context)
+    redis_client.delete(redis_keys.run_spec(damaged))
+    redis_client.hset(redis_keys.run_spec(damaged), "not", "a spec")
+
+    answer = api.get(f"/v1/jobs/{damaged}")
+
+    assert (answer.status_code, answer.json()["code"]) == (500, "internal")
+    assert "WRONGTYPE" not in answer.text, "its own words are for the log"
+
+
 def test_deleting_a_job_frees_its_memory_while_redis_is_full(
     context: AppContext, redis_client: redis.Redis, fill: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import redis
+import structlog
 
 from services.orchestrator import redis_keys as own_keys, steps
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.jobs import job_document
+from services.orchestrator.http.jobs import job_document, job_summaries
 from spo import redis_keys
 from spo.errors import Unreachable
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until
+from spo.v1.orchestrator_service_pb2 import HeartbeatRequest, HeartbeatResponse
 
 
 @pytest.fixture
@@ -104,8 +106,13 @@ def test_a_job_whose_history_cannot_be_fails_by_name_and_the_others_are_adopted(
     assert "adopted" in [event.kind for event in roomy.jobs.events(healthy)]
 
 
+@pytest.mark.parametrize("key", [own_keys.job_events, redis_keys.job_record])
 def test_what_redis_says_of_one_jobs_keys_holds_up_that_job_alone(
-    roomy: AppContext, redis_client: redis.Redis, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    roomy: AppContext,
+    redis_client: redis.Redis,
+    document: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    key: Callable[[str], str],
 ) -> None:
     # A process of its own, that begins slowly; this is about what comes after it.
     monkeypatch.setattr(roomy.runner.preparation.model_check, "of_all_prompts", lambda *asked: {})
@@ -114,7 +121,7 @@ def test_what_redis_says_of_one_jobs_keys_holds_up_that_job_alone(
     for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
         roomy.jobs.transition(running, state, "test")
     for damaged in (queued, running):
-        redis_client.set(own_keys.job_events(damaged), "by a hand that meant another key")
+        redis_client.set(key(damaged), "by a hand that meant another key")
 
     roomy.runner.adopt()
     roomy.runner.tick()
@@ -126,6 +133,79 @@ def test_what_redis_says_of_one_jobs_keys_holds_up_that_job_alone(
         told = job_document(roomy, damaged).waits[0]
         assert told.startswith("Redis refuses what the job needs:")
         assert "WRONGTYPE" in told
+    listed = {summary.id: summary for summary in job_summaries(roomy, [queued, running, healthy])}
+    assert [listed[each].state for each in (queued, running)] == [JobState.QUEUED, JobState.RUNNING]
+    assert listed[healthy].name == "healthy"
+    assert [found.id for found in roomy.watch.manifests.save_all("epoch")] == []
+
+
+@pytest.mark.parametrize("key", [redis_keys.job_record, redis_keys.run_spec, own_keys.job_lease])
+def test_trainers_prompts_and_replicas_pass_by_a_job_whose_keys_are_damaged(
+    roomy: AppContext, redis_client: redis.Redis, document: dict[str, Any], key: Callable[[str], str]
+) -> None:
+    damaged, healthy = (submit(roomy, document, name) for name in ("damaged", "healthy"))
+    for job_id in (damaged, healthy):
+        for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+            roomy.jobs.transition(job_id, state, "test")
+    redis_client.delete(key(damaged))
+    if key is redis_keys.run_spec:
+        redis_client.hset(key(damaged), "not", "a spec")
+    else:
+        redis_client.set(key(damaged), "no record, no lease")
+    for number in (1, 2):
+        roomy.replicas.beat(HeartbeatRequest(replica_id=f"inference-{number}", pool="inference"))
+
+    assert roomy.leases.wait_for_job("trainer-1", 0).run_id == healthy
+    roomy.dispatcher._dispatch_or_fail(damaged)
+    roomy.assigner.balance()
+    roomy.autoscaling.observe(1.0)
+    serving = roomy.assigner.serving(healthy)
+    assert serving, "the healthy one has its share of the replicas"
+    for replica in serving:
+        asked = HeartbeatRequest(replica_id=replica, pool="inference", run_id=healthy)
+        assert HeartbeatResponse.FromString(roomy.heartbeats.answer(asked)).run_id == healthy
+    list(roomy._tasks_in_use())
+    list(roomy.evaluations._pending({}))
+    assert roomy.jobs.state(damaged) is JobState.RUNNING
+
+
+def test_a_wait_of_many_rounds_is_a_line_of_the_log_when_it_begins_and_one_when_it_ends(
+    roomy: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submit(roomy, document, "waits")
+    roomy.jobs.transition(job_id, JobState.VALIDATING, "test")
+
+    def away(job_id: str) -> None:
+        raise Unreachable("the judge does not answer")
+
+    with structlog.testing.capture_logs() as lines:
+        with monkeypatch.context() as patched:
+            patched.setattr(roomy.runner.preparation, "validate", away)
+            for _ in range(30):
+                roomy.runner.tick()
+        monkeypatch.setattr(roomy.runner.preparation, "validate", lambda job_id: None)
+        roomy.runner.tick()
+
+    told = [line["event"] for line in lines if line.get("job") == job_id and line["log_level"] != "debug"]
+    assert told[0] == "a job waits"
+    assert len(told) == 2, told
+
+
+def test_a_bucket_that_does_not_take_a_jobs_events_is_its_wait(
+    roomy: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = submit(roomy, document, "waits")
+    for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+        roomy.jobs.transition(job_id, state, "test")
+
+    def away(job_id: str) -> int:
+        raise Unreachable("the bucket s3://state does not answer: timed out", code="storage_unavailable")
+
+    monkeypatch.setattr(roomy.jobs, "move_events_to_files", away)
+    roomy.runner.tick()
+
+    told = "its older events cannot be written to files, and stay in Redis: the bucket s3://state does not answer"
+    assert job_document(roomy, job_id).waits[0].startswith(told)
 
 
 def _moves(context: AppContext, job_id: str) -> bool:

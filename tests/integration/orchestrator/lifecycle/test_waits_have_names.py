@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import redis
 from services.orchestrator import evaluation, scoring
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.jobs import job_document
-from spo.errors import NotReady
+from spo.errors import NotReady, storage_error
 from spo.messaging.streams.recovery import TroubleNotes
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
@@ -21,6 +23,7 @@ from spo.testing.peers import ServiceDoubles, wait_until
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.prompt_pb2 import PromptGroup
 
+OVER_QUOTA = str(storage_error(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/weights/1"), "/weights"))
 POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation")
 Document = dict[str, Any]
 
@@ -95,6 +98,7 @@ def nothing(context: AppContext, job_id: str) -> None:
             JobState.RUNNING, trainer_says("to write a checkpoint (step 4) has taken 75 s so far"), "step 4", id="save"
         ),
         pytest.param(JobState.RUNNING, trainer_says("no space left on device"), "no space left", id="the disk"),
+        pytest.param(JobState.RUNNING, trainer_says(OVER_QUOTA), "EDQUOT", id="the quota of its disk"),
         pytest.param(JobState.PAUSING, nothing, "its trainer to write a checkpoint", id="the last checkpoint"),
         pytest.param(JobState.CANCELLING, nothing, "its trainer to let go", id="the end"),
     ],

@@ -14,6 +14,7 @@ import pytest
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import now_ms
+from services.orchestrator.http.jobs import waits as job_waits
 from services.replay_buffer.store import check_judged
 from spo import redis_keys
 from spo.cli.agents import EpisodeRunner
@@ -124,6 +125,24 @@ def counter(open_counter: Callable[..., Counter]) -> Counter:
 @pytest.fixture
 def played(counter: Counter) -> Played:
     return Played(counter)
+
+
+def test_a_job_whose_episodes_no_runner_asks_for_says_so_until_one_does(played: Played) -> None:
+    def waits() -> list[str]:
+        return job_waits(played.context, played.job_id, JobState.RUNNING)
+
+    now = [1_700_000_000.0]
+    played.context.monitor.clock = lambda: now[0]
+    absent = "2 episodes wait for a runner of the pool default: none has asked; 0 are played"
+    assert absent in waits()
+    now[0] += 61
+    (told,) = [wait for wait in waits() if absent in wait]
+    assert told.endswith("ends when: a runner of that pool starts: `spo agents run`)")
+    assert not any("at inference" in wait for wait in waits()), "it is agents that have the prompts"
+
+    played.lease()
+
+    assert not any("wait for a runner" in wait for wait in waits())
 
 
 @pytest.mark.parametrize("score", [None, f"{sys.executable} -c print(0.25)"])
