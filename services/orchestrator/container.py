@@ -48,7 +48,7 @@ from services.orchestrator.settings import Settings
 from services.orchestrator.steps import JobPreparation, JobQueue, JobRunner, JobTraining
 from services.orchestrator.values import ValueProgress
 from spo import redis_keys
-from spo.api import JOB_ID_PATTERN
+from spo.api import JOB_ID_PATTERN, SESSION_ID_PATTERN
 from spo.errors import InvalidInput, NotFound, NotReady
 from spo.experience.store import ExperienceStore
 from spo.messaging.redis_client import RedisClient, only_this_job
@@ -342,6 +342,7 @@ def require_own_job(context: AppContext, principal: Principal, job_id: str) -> N
 
 
 JobId = Annotated[str, Depends(_own_job)]
+SessionId = Annotated[str, Path(pattern=SESSION_ID_PATTERN)]
 PromptId = Annotated[str, Path(pattern=r"^[0-9a-f]{1,128}$")]
 TrajectoryId = Annotated[str, Path(pattern=r"^traj_[0-9A-Za-z]{1,64}$")]
 

@@ -21,7 +21,7 @@ from services.orchestrator.agent_episodes import Leased
 from services.orchestrator.agents import AgentSession, CallNode, Continuation, SessionSecrets, Turn, note_call
 from services.orchestrator.auth import Principal
 from services.orchestrator.commit import now_ms
-from services.orchestrator.container import AppContext, ContextDep, Limit, PrincipalDep, require_own_job
+from services.orchestrator.container import AppContext, ContextDep, Limit, PrincipalDep, SessionId, require_own_job
 from services.orchestrator.http.dialects import MessagesRequest, ResponsesRequest, answered
 from services.orchestrator.http.openai import (
     EVENT_STREAM,
@@ -43,7 +43,6 @@ from spo.v1.inference_service_pb2 import ServedPart, ServeRequest
 router = APIRouter(prefix="/v1/agents", tags=["agents"])
 calls_router = APIRouter(prefix="/s/{session_id}/v1", tags=["agents"])
 
-SessionId = Annotated[str, Path(pattern=api.SESSION_ID_PATTERN)]
 # A session's own path may carry its key, for programs that overwrite keys.
 SessionPath = Annotated[str, Path(pattern=r"^ses_[0-9A-HJKMNP-TV-Z]{26}(\.[A-Za-z0-9_-]{1,100})?$")]
 

@@ -13,8 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from services.orchestrator.agents import AgentSession, CallNode, trained_leaves
 from services.orchestrator.commit import now_ms
-from services.orchestrator.container import ContextDep, JobId
-from services.orchestrator.http.agents import SessionId
+from services.orchestrator.container import ContextDep, JobId, SessionId
 from services.orchestrator.http.errors import show
 from services.orchestrator.http.jobs import job_document
 from spo import redis_keys
