@@ -20,6 +20,7 @@ from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType, 
 from typing import NoReturn, cast
 
 from services.sandbox_judge.jail.coroutines import TestsCoroutines, run_apart
+from services.sandbox_judge.jail.lending import LENT, Lending
 from services.sandbox_judge.jail.source import Source
 from services.sandbox_judge.jail.wire import (
     BINARY,
@@ -186,6 +187,7 @@ class Remote(Codec):
         self._handed_numbers: dict[tuple[object, ...], int] = {}
         self._arguments: list[object] = []
         self.coroutines = TestsCoroutines(self)
+        self.lending = Lending(self.dumps)
         # Whether the tests seed what is random, and in which state the response has it.
         self.seeds = False
         self._sown: dict[str, object] = {}
@@ -206,8 +208,10 @@ class Remote(Codec):
         """Have the response do something; what it gives, or raises, is given or raised here."""
         if self._nested >= MOST_NESTED:
             raise RecursionError("calls between tests and response are nested too deeply")
-        if self.seeds and operation != "sow":
+        if self.seeds and operation not in ("sow", "mend"):
             self._sow()
+        if operation != "mend" and (changes := self.lending.changes()):
+            self.request("mend", changes)
         frame = self.dumps((operation, *arguments))
         kept, sent, untried = self._arguments, self.mutables, len(self.untried)
         self._nested += 1
@@ -242,11 +246,16 @@ class Remote(Codec):
         return answer
 
     def _given(self, operation: str, arguments: tuple[Foreign, ...], answer: tuple[Foreign, ...]) -> Foreign:
-        if len(answer) != 4 or answer[0] not in ("return", "raise"):
+        if len(answer) != 6 or answer[0] not in ("return", "raise"):
             end(BROKEN, "the response has broken its channel")
-        outcome, result, changes, printed = answer
+        outcome, result, changes, printed, others, lent = answer
         for place, value in changes:
             refresh(self._arguments[place], value)
+        self.lending.take(others)
+        if lent:
+            values = [value for _, value in result[1]] if operation == "load" else [result]
+            for number, value in zip(lent, [each for each in values if type(each) in LENT], strict=True):
+                self.lending.hold(number, value)
         if printed:
             _serve_output(self, printed)
         if outcome == "return":

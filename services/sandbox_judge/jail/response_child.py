@@ -20,6 +20,7 @@ from typing import NoReturn, cast
 
 from services.sandbox_judge.jail import loading
 from services.sandbox_judge.jail.coroutines import ResponseLoop
+from services.sandbox_judge.jail.lending import LENT, Lending
 from services.sandbox_judge.jail.wire import FIXED, NAMED, SPECIAL, Codec, Foreign, Link, Uncarriable, chance_in, sow
 
 # What comes from the judge, in place of standard streams, and where the channel stays.
@@ -65,6 +66,7 @@ class _Host(Codec):
         self._guests: dict[int, Foreign] = {}
         self._guest_numbers: dict[int, int] = {}
         self._lock = threading.RLock()
+        self.lending = Lending(self._bytes_of)
         self.printed, self.complained = _Printed(self), _Printed(self)
         self.module = ModuleType("solution")
 
@@ -93,10 +95,19 @@ class _Host(Codec):
         except BaseException as error:
             outcome, result = "raise", error.with_traceback(None)
         changed = self._changes(mutables, roots) if mutables else ()
+        told = self.lending.changes(), self._lent(operation, result) if outcome == "return" else ()
         for place, mutable in enumerate(mutables):
             if mutable is result:
-                return self._framed((outcome, _Argument(place), changed, self.taken()))
-        return self._framed((outcome, result, changed, self.taken()))
+                return self._framed((outcome, _Argument(place), changed, self.taken(), *told))
+        return self._framed((outcome, result, changed, self.taken(), *told))
+
+    def _lent(self, operation: str, result: Foreign) -> tuple[int, ...]:
+        """Numbers of the containers that the tests now hold too; 0 for one that is not looked after."""
+        if operation == "getattr" and type(result) in LENT:
+            return (self.lending.lend(result),)
+        if operation == "load" and result[0] == "loaded":
+            return tuple(self.lending.lend(value) for _, value in result[1] if type(value) in LENT)
+        return ()
 
     def taken(self) -> tuple[str, str] | None:
         """What was printed, and what of errors, since the last time; None for nothing."""
@@ -124,14 +135,14 @@ class _Host(Codec):
             return self.dumps(message)
         except BaseException as error:
             text = f"the response's value cannot be carried: {error}"
-            return self.dumps(("raise", TypeError(text), (), None))
+            return self.dumps(("raise", TypeError(text), (), None, (), ()))
 
     def _changes(self, mutables: list[object], roots: list[tuple[int, bytes]]) -> tuple[tuple[int, object], ...]:
         """What of the arguments the response has changed in place."""
         changed = []
         for place, before in roots:
             try:
-                if self.dumps(mutables[place]) != before:
+                if self._bytes_of(mutables[place]) != before:
                     changed.append((place, mutables[place]))
             except Uncarriable:
                 changed.append((place, None))
@@ -146,6 +157,15 @@ class _Host(Codec):
             self._described.difference_update(self._fresh)
             raise
         finally:
+            self._fresh = kept
+
+    def _bytes_of(self, value: object) -> bytes:
+        """The bytes of a value that are not sent: classes in it are described when they are. Raises Uncarriable."""
+        kept, self._fresh = self._fresh, []
+        try:
+            return super().dumps(value)
+        finally:
+            self._described.difference_update(self._fresh)
             self._fresh = kept
 
     def reference(self, value: Foreign) -> tuple[object, ...]:
@@ -385,6 +405,7 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
     "settle": lambda host, *settled: host.coroutines.settle(*settled),
     "copy": lambda host, target: _copied(host, target, deep=False),
     "sow": lambda host, library, state: sow(library, state),
+    "mend": lambda host, changes: host.lending.take(changes),
     "deepcopy": lambda host, target: _copied(host, target, deep=True),
 }
 
