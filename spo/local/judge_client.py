@@ -21,7 +21,7 @@ from typing import IO, TypedDict
 
 import psutil
 
-from spo.errors import NotFound, NotReady, ResourceExhausted, SpoError, Unreachable
+from spo.errors import NotFound, NotReady, ResourceExhausted, Unreachable
 from spo.local.die_with_parent import bound_to_this_process
 from spo.local.warm_parent import WarmParent, WarmProcess
 from spo.observability import get_logger
@@ -299,13 +299,13 @@ class JudgeClient:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __enter__(self) -> JudgeClient:
-        address = self._running_judge()
-        if address is None:
-            self._embedded = EmbeddedJudge()
-            address = self._start_embedded(self._embedded)
         try:
+            address = self._running_judge()
+            if address is None:
+                self._embedded = EmbeddedJudge()
+                address = self._start_embedded(self._embedded)
             self._connect(address)
-        except SpoError:
+        except BaseException:  # an interrupt too: a judge that has begun to start must not stay
             self.close()
             raise
         return self
