@@ -1,7 +1,7 @@
 """Lists, dicts and sets of the response that its tests hold too: a copy on either side, alike after each message.
 
 They are carried by value, as everything plain. Of those that are attributes of its objects, or names of its module,
-what either side changes is told to the other with the next message: `graph.nodes.append(4)` is seen by `graph`.
+what either side changes is told to the other with the next message: `graph.nodes.append(4)` is seen by the graph.
 """
 
 from __future__ import annotations
