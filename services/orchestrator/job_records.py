@@ -57,6 +57,7 @@ RecordMark = Literal[
     "reference_version",
     "events_in_files",
     "trained_steps",
+    "published_again",
 ]
 
 INDEX_SECONDS = 30

@@ -30,7 +30,7 @@ from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import EvaluationFailure, Leases, latest_step, recorded_checkpoints
 from services.orchestrator.monitor import JobMonitor, refused_in_words
 from services.orchestrator.pipeline import check_groups, given_up
-from services.orchestrator.replicas import ReplicaAssigner, ReplicaRegistry, published_versions
+from services.orchestrator.replicas import ReplicaAssigner, ReplicaRegistry
 from services.orchestrator.scoring import upload_tests
 from services.orchestrator.settings import Settings
 from services.orchestrator.values import (
@@ -376,14 +376,20 @@ class JobTraining:
         failed: evaluations that were given up on. Only of damaged weights.
         """
         damaged = [each for each in failed if each.step == trained_steps and each.code == IntegrityError.default_code]
-        published = [each for each in published_versions(self.jobs, job_id) if int(each["step"]) == trained_steps]
         saved = recorded_checkpoints(self.jobs.client, job_id)
-        if not damaged or len(published) > 1 or not saved or saved[-1].step != trained_steps:
+        if not damaged or not saved or saved[-1].step != trained_steps:
             return False
         body = {"version": damaged[0].version, "step": trained_steps, "message": damaged[0].message}
         forgotten: Write = ("HDEL", own_keys.evaluation_failures(job_id), trained_steps)
-        writes = [clear_fields(job_id, "trained_steps"), forgotten]
-        commit = Commit(job_id, (JobState.RUNNING,), writes=writes, kind="weights_damaged", body=json.dumps(body))
+        noted: Write = ("HSET", redis_keys.job_record(job_id), "published_again", 1)
+        commit = Commit(
+            job_id,
+            (JobState.RUNNING,),
+            guard=while_field_is(job_id, "published_again"),
+            writes=[clear_fields(job_id, "trained_steps"), forgotten, noted],
+            kind="weights_damaged",
+            body=json.dumps(body),
+        )
         return self.jobs.commit(commit).done
 
     def pause(self, job_id: str) -> None:

@@ -58,6 +58,9 @@ class Lending:
             if content != before:
                 self._held[number] = container, content
                 changed.append((number, container))
+            if len(content) > MOST_BYTES:
+                # Told this once more, then it is looked through no longer.
+                del self._held[number]
         return tuple(changed)
 
     def take(self, changes: Changes) -> None:
