@@ -150,6 +150,7 @@ class JobRecord(BaseModel):
     scores: pass@k of the newest evaluation, "pass@10" by name; a copy, so that lists need not read whole evaluations.
     estimates_pending is set while a job trains beside its estimates, and gone once they are over.
     events_in_files is the last event that is in a file and no more in Redis, state_in_files the state after it.
+    published_again: the last weights were found damaged and have been asked for once more.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -180,6 +181,7 @@ class JobRecord(BaseModel):
     lineage: Json[ForkLineage] | None = None
     events_in_files: int = 0
     state_in_files: JobState | None = None
+    published_again: bool = False
 
     @classmethod
     def from_redis(cls, fields: Mapping[bytes, bytes]) -> JobRecord:
@@ -237,6 +239,7 @@ class RecordFields(TypedDict, total=False):
     lineage: ForkLineage
     events_in_files: int
     state_in_files: JobState
+    published_again: bool
 
 
 def write_fields(job_id: str, **fields: Unpack[RecordFields]) -> Write:

@@ -381,7 +381,7 @@ class JobTraining:
             return False
         body = {"version": damaged[0].version, "step": trained_steps, "message": damaged[0].message}
         forgotten: Write = ("HDEL", own_keys.evaluation_failures(job_id), trained_steps)
-        noted: Write = ("HSET", redis_keys.job_record(job_id), "published_again", 1)
+        noted = write_fields(job_id, published_again=True)
         commit = Commit(
             job_id,
             (JobState.RUNNING,),

@@ -58,6 +58,7 @@ def test_every_field_is_read_as_it_was_written() -> None:
         "prompts_too_long": 3,
         "events_in_files": 1000,
         "state_in_files": JobState.RUNNING,
+        "published_again": True,
         "lineage": ForkLineage("job_0", 3, None, as_reference=False, forked_at="2026-01-31T12:00:00.000Z"),
     }
 
