@@ -117,6 +117,7 @@ def test_the_trainer_takes_the_new_reference_with_its_values_and_its_checkpoints
     problems = context.library.load(context.jobs.spec(job_id).tasks).train
     give_values(context, redis_keys.run_values(job_id), [each.problem_id for each in problems], 1)
     training.wait_until(lambda: len(asked(context)) == len(problems), "values under version 2 are asked for")
+    training.wait_until(lambda: 12 in training_series(context.redis, job_id).steps, "what may be learned is learned")
     everything = [*OF_THE_POOL, *(each.problem_id for each in problems)]
     give_values(context, redis_keys.run_values_under(job_id, 2), everything, 8)
     training.wait_until(lambda: reference_in_force(context.jobs, job_id) == 2, "the reference is in force")
