@@ -257,6 +257,8 @@ class InferenceDouble(InferenceServiceServicer):
         self.shown: Callable[[str], inference.ServedToken] = lambda word: inference.ServedToken(text=word)
         self.asked = inference.ServeRequest()
         self.prompt_of: Callable[[inference.ServeRequest], list[int]] = lambda request: [1, 2]
+        # The token ids of each word: its place among the words, unless a test says otherwise.
+        self.ids_of: Callable[[int], list[int]] = lambda number: [number]
         self.calls: list[inference.ServedCall] = []
         self.serving = 0
         self.versions: list[int] = []
@@ -275,11 +277,11 @@ class InferenceDouble(InferenceServiceServicer):
             for number, word in enumerate(words, 1):
                 text = word if number == len(words) else f"{word} "
                 for index in range(request.samples):
-                    part = first.parts.add(index=index, text=text, token_ids=[number])
+                    part = first.parts.add(index=index, text=text, token_ids=self.ids_of(number))
                     part.finish_reason = "stop" if number == len(words) else ""
                     part.calls.extend(self.calls if part.finish_reason else ())
                     if request.logprobs:
-                        part.tokens.append(self.shown(text))
+                        part.tokens.extend(self.shown(text) for _ in part.token_ids)
                 yield first
                 first = inference.ServeResponse()
                 while self.goes_on and not self.goes_on.wait(0.02) and not ended.is_set():
