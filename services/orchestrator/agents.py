@@ -37,6 +37,13 @@ MOST_BYTES = 64 << 20
 Turn = Mapping[str, object]
 
 
+class SessionFull(ResourceExhausted):
+    """A session has used what it may: to try again is of no use."""
+
+    default_code = "session_full"
+    retryable = False
+
+
 @dataclass(frozen=True)
 class AgentSession:
     """What an episode is of, what it may use, and how its calls are sampled.
@@ -234,7 +241,7 @@ class SessionTree:
         return node if now_ms() - node.at_unix_ms < REMEMBERED_SECONDS * 1000 else None
 
     def append(self, node: CallNode, body_digest: str) -> CallNode:
-        """Store a call; returns it with its number. Raises ResourceExhausted where the tree takes no more."""
+        """Store a call; returns it with its number. Raises SessionFull where the tree takes no more."""
         session = own_keys.agent_session(self.session.id)
         number = self.client.hincrby(session, "calls", 1) - 1
         answered = as_answered(node.text, node.calls)
@@ -244,7 +251,7 @@ class SessionTree:
         fields: dict[str, str | bytes] = {str(number): json.dumps(header)}
         fields |= {f"{number}:{name}": array(kind, getattr(node, name)).tobytes() for name, kind in _PACKED.items()}
         if self.client.hincrby(session, "bytes", sum(map(len, fields.values()))) > MOST_BYTES:
-            raise ResourceExhausted(f"the session holds {MOST_BYTES} bytes", code="session_full")
+            raise SessionFull(f"the session holds {MOST_BYTES} bytes")
         life = max(1, self.session.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
         goes_on = node.parent is None or self.client.hsetnx(self.states, f"child:{node.parent}", number)
         # Another branch is trained on with all that it reads.
@@ -333,12 +340,12 @@ class AgentSessions:
             raise InvalidInput("the outcome needs the session's token, not its key", code="forbidden")
 
     def require_room(self, session: AgentSession) -> None:
-        """Raises ResourceExhausted or InvalidInput (code "prompt_too_long") where a session has used what it may."""
+        """Raises SessionFull or InvalidInput (code "prompt_too_long") where a session has used what it may."""
         if now_ms() > session.deadline_unix_ms:
-            raise ResourceExhausted("the session's time is over", code="session_full")
+            raise SessionFull("the session's time is over")
         counts = self.counts(session)
         if int(counts["calls"]) >= session.max_calls:
-            raise ResourceExhausted(f"the session has made its {session.max_calls} calls", code="session_full")
+            raise SessionFull(f"the session has made its {session.max_calls} calls")
         if int(counts["tokens"]) >= session.max_tokens:
             raise InvalidInput(f"the session has used its {session.max_tokens} tokens", code="prompt_too_long")
 

@@ -158,6 +158,8 @@ def _shaped(response: JSONResponse, document: dict[str, object], status: int) ->
     shaped = JSONResponse(document, status)
     kept = ("retry-after", "www-authenticate", "connection", "allow")
     shaped.headers.update({name: value for name, value in response.headers.items() if name.lower() in kept})
+    # Both packages obey it; without it they try again whatever is a 409 or 429, also where that is of no use.
+    shaped.headers["x-should-retry"] = "true" if json.loads(bytes(response.body))["retryable"] else "false"
     return shaped
 
 

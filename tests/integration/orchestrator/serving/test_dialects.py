@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
+from services.orchestrator.auth import Principal
+from services.orchestrator.http import agents
 from spo.v1.inference_service_pb2 import ServedCall
 from tests.integration.orchestrator.serving.conftest import KEY, Counter
-from tests.integration.orchestrator.serving.test_agent_sessions import Agent
+from tests.integration.orchestrator.serving.test_agent_sessions import ASKED, Agent
 
 CALL = ServedCall(id="c0", name="weather", arguments_json='{"place": "Oslo"}')
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
@@ -144,3 +149,72 @@ def test_what_no_policy_reads_is_refused_by_name(counter: Counter, path: str, bo
         refused = counter.ask("POST", f"/v1/{path}", json={"model": counter.job_id, **body})
     assert refused.status_code == 400, refused.text
     assert named in refused.text.replace(".", "/")
+
+
+def test_the_packages_try_again_what_passes_and_stop_at_what_does_not(counter: Counter) -> None:
+    full, long, busy = Agent(counter, max_calls=1), Agent(counter, max_tokens=5), Agent(counter)
+    asked_of = Requests(counter)
+    for agent in (full, long):
+        agent.says(ASKED)
+
+    for fault, code in ((openai.RateLimitError, "session_full"), (openai.BadRequestError, "context_length_exceeded")):
+        agent = full if code == "session_full" else long
+        with openai.OpenAI(base_url=agent.grant["base_url"], api_key=agent.grant["key"], max_retries=3) as client:
+            for ask in (
+                lambda client=client: client.chat.completions.create(model="x", messages=[ASKED]),
+                lambda client=client: client.responses.create(model="x", input="x"),
+            ):
+                with asked_of.counted(1), pytest.raises(fault) as refused:
+                    ask()
+                assert refused.value.code == code
+    for agent, other in ((full, anthropic.RateLimitError), (long, anthropic.BadRequestError)):
+        url = agent.grant["base_url"].removesuffix("/v1")
+        with (
+            anthropic.Anthropic(base_url=url, api_key=agent.grant["key"], max_retries=3) as client,
+            asked_of.counted(1),
+            pytest.raises(other),
+        ):
+            client.messages.create(model="x", messages=[ASKED], max_tokens=9)
+
+    # As many calls as may be under way together; one of them ends while the package waits.
+    url, key = busy.grant["base_url"], busy.grant["key"]
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=3) as client, busy_for_a_moment(busy):
+        client.chat.completions.create(model="x", messages=[ASKED])
+    with (
+        anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=3) as client,
+        busy_for_a_moment(busy),
+    ):
+        client.messages.create(model="x", messages=[ASKED], max_tokens=9)
+
+
+@contextmanager
+def busy_for_a_moment(agent: Agent) -> Iterator[None]:
+    session = agent.grant["id"]
+    agents._AT_ONCE[session] = agents.MOST_AT_ONCE
+    refused = agent.call(ASKED)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
+    assert float(refused.headers["retry-after"]) > 0
+    timer = threading.Timer(0.3, agents._AT_ONCE.pop, [session])
+    timer.start()
+    yield
+    timer.join()
+
+
+class Requests:
+    """Counts the requests to sessions."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.sessions = counter.context.agent_sessions
+        self.count, principal = 0, self.sessions.principal
+
+        def noted(session_id: str, key: str) -> Principal:
+            self.count += 1
+            return principal(session_id, key)
+
+        self.sessions.principal = noted  # type: ignore[method-assign]
+
+    @contextmanager
+    def counted(self, expected: int) -> Iterator[None]:
+        before = self.count
+        yield
+        assert self.count - before == expected
