@@ -9,7 +9,8 @@ Few tests await anything: `asyncio` is imported when it is first needed, and not
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import sys
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
 from services.sandbox_judge.jail.wire import Foreign, Malformed, Uncarriable
@@ -56,6 +57,18 @@ class ResponseLoop:
         self._wanted.clear()
         self._dropped.clear()
         return (task.done(), task.result() if task.done() else None, wanted, dropped)
+
+    def within(self, work: Callable[[], Foreign]) -> Foreign:
+        """What a function comes to that is called while a loop runs, and may ask for it: as `create_task` does."""
+        from asyncio import _get_running_loop, _set_running_loop
+
+        if _get_running_loop() is not None:
+            return work()
+        _set_running_loop(self.loop)
+        try:
+            return work()
+        finally:
+            _set_running_loop(None)
 
     def cancel(self, target: object) -> None:
         """Cancel it; what comes of that is seen at its next turn."""
@@ -162,6 +175,12 @@ class TestsCoroutines:
             self._sender.request("settle", number, outcome, value)
         except Uncarriable as error:
             self._sender.request("settle", number, "raise", error)
+
+
+def running_loop() -> object:
+    """The loop that runs in this thread; None where none does, as where nobody has imported asyncio."""
+    asyncio: Foreign = sys.modules.get("asyncio")
+    return asyncio._get_running_loop() if asyncio is not None else None
 
 
 def run_apart(coroutine: Coroutine[Foreign, Foreign, Foreign]) -> Foreign:

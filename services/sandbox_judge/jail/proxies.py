@@ -15,19 +15,19 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
-from functools import partial
+from functools import cmp_to_key, partial
+from operator import attrgetter, itemgetter, methodcaller
 from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import NoReturn, cast
 
-from services.sandbox_judge.jail.coroutines import TestsCoroutines, run_apart
-from services.sandbox_judge.jail.lending import LENT, Lending
+from services.sandbox_judge.jail.coroutines import TestsCoroutines, run_apart, running_loop
+from services.sandbox_judge.jail.lending import LendingCodec
 from services.sandbox_judge.jail.source import Source
 from services.sandbox_judge.jail.wire import (
     BINARY,
     FIXED,
     NAMED,
     SPECIAL,
-    Codec,
     Foreign,
     Link,
     Malformed,
@@ -54,6 +54,10 @@ _CONTAINERS = (list, dict, set, deque, defaultdict, str, bytes, int, float, tupl
 # A method such as str.upper, and what the library may have on either side.
 _Method = type(str.upper)
 _LIBRARYS_OWN = (type, FunctionType, BuiltinFunctionType, _Method)
+# What stays with the tests and is asked there: the library's objects that compare, or take from others what they name.
+_VISITING = (SimpleNamespace, io.StringIO, attrgetter, itemgetter, methodcaller, type(cmp_to_key(max)))
+# What may look for the loop that it is called in.
+_LOOPED = ("call", "dunder", "getattr", "setattr")
 # Exceptions of these are the test runner's own.
 _RUNNERS = ("pytest", "_pytest", "unittest", "pluggy", "hypothesis")
 # Parts of names of modules that are run, or change others, by being imported.
@@ -169,11 +173,11 @@ class _Solution(ModuleType):
         remote().request("delattr", self, name)
 
 
-class Remote(Codec):
+class Remote(LendingCodec):
     """The tests' side of the channel; one for each process."""
 
     def __init__(self, link: Link, source: Source) -> None:
-        super().__init__()
+        super().__init__(self.dumps, -1)
         self.link, self.source = link, source
         # Classes of the response that the tests name: what they say of other values is what is tested.
         self.named: frozenset[str] = frozenset()
@@ -187,7 +191,6 @@ class Remote(Codec):
         self._handed_numbers: dict[tuple[object, ...], int] = {}
         self._arguments: list[object] = []
         self.coroutines = TestsCoroutines(self)
-        self.lending = Lending(self.dumps)
         # Whether the tests seed what is random, and in which state the response has it.
         self.seeds = False
         self._sown: dict[str, object] = {}
@@ -212,7 +215,8 @@ class Remote(Codec):
             self._sow()
         if operation != "mend" and (changes := self.lending.changes()):
             self.request("mend", changes)
-        frame = self.dumps((operation, *arguments))
+        is_in_loop = operation in _LOOPED and running_loop() is not None
+        frame = self.dumps(("in a loop", operation, *arguments) if is_in_loop else (operation, *arguments))
         kept, sent, untried = self._arguments, self.mutables, len(self.untried)
         self._nested += 1
         try:
@@ -248,14 +252,13 @@ class Remote(Codec):
     def _given(self, operation: str, arguments: tuple[Foreign, ...], answer: tuple[Foreign, ...]) -> Foreign:
         if len(answer) != 6 or answer[0] not in ("return", "raise"):
             end(BROKEN, "the response has broken its channel")
-        outcome, result, changes, printed, others, lent = answer
+        outcome, result, changes, printed, others, kept = answer
         for place, value in changes:
-            refresh(self._arguments[place], value)
+            refresh(self._arguments[place], value, self.lent)
         self.lending.take(others)
-        if lent:
-            values = [value for _, value in result[1]] if operation == "load" else [result]
-            for number, value in zip(lent, [each for each in values if type(each) in LENT], strict=True):
-                self.lending.hold(number, value)
+        for place, number in kept:
+            if type(number) is int:
+                self.lending.hold(number, self._arguments[place])
         if printed:
             _serve_output(self, printed)
         if outcome == "return":
@@ -304,16 +307,18 @@ class Remote(Codec):
         if isinstance(error, BaseException) and self.source.is_missed(error):
             self.failures.append(error)
 
-    def _served(self, operation: str, *arguments: Foreign) -> bytes:
+    def _served(self, changes: Foreign, operation: str, *arguments: Foreign) -> bytes:
         """Do what the response asks of an object that was handed to it; the frame that says what came of it."""
         try:
+            self.lending.take(changes)
             result = _SERVED[operation](self, *arguments)
-            return self.dumps(("return", result))
+            self.lend_each(result if type(result) is tuple else (result,))
+            return self.dumps(("return", result, self.lending.changes()))
         except BaseException as error:
             self.saw(error)
             if self.source.is_missed(error):
                 self.untried.append(error)
-            return self.dumps(("raise", error))
+            return self.dumps(("raise", error, self.lending.changes()))
 
     # What stands for values of the tests.
 
@@ -576,7 +581,7 @@ def _is_mock(value: object) -> bool:
 
 def _is_visitor(value: object) -> bool:
     kind = type(value)
-    return kind.__module__ in ("tests", "test_solution") or kind in (SimpleNamespace, io.StringIO) or _is_mock(value)
+    return kind.__module__ in ("tests", "test_solution") or kind in _VISITING or _is_mock(value)
 
 
 def _word_of(self: Foreign, other: object) -> bool:

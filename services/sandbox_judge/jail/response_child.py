@@ -20,7 +20,7 @@ from typing import NoReturn, cast
 
 from services.sandbox_judge.jail import loading
 from services.sandbox_judge.jail.coroutines import ResponseLoop
-from services.sandbox_judge.jail.lending import LENT, Lending
+from services.sandbox_judge.jail.lending import LendingCodec, holders, kept_in
 from services.sandbox_judge.jail.wire import FIXED, NAMED, SPECIAL, Codec, Foreign, Link, Uncarriable, chance_in, sow
 
 # What comes from the judge, in place of standard streams, and where the channel stays.
@@ -52,11 +52,11 @@ def play(descriptor: int) -> None:
     _Host(Link(descriptor), loading.REHEARSED).serve()
 
 
-class _Host(Codec):
+class _Host(LendingCodec):
     """The response's side of the channel: its objects by number, and what stands here for those of the tests."""
 
     def __init__(self, link: Link, sent: loading.Sent) -> None:
-        super().__init__()
+        super().__init__(self._bytes_of, 1)
         self.link, self.sent = link, sent
         self.objects: list[Foreign] = []
         self._numbers: dict[int, int] = {}
@@ -66,7 +66,6 @@ class _Host(Codec):
         self._guests: dict[int, Foreign] = {}
         self._guest_numbers: dict[int, int] = {}
         self._lock = threading.RLock()
-        self.lending = Lending(self._bytes_of)
         self.printed, self.complained = _Printed(self), _Printed(self)
         self.module = ModuleType("solution")
 
@@ -90,24 +89,23 @@ class _Host(Codec):
         """Do what is asked; the frame that says what came of it."""
         mutables, roots = self.mutables, self.roots
         operation, *arguments = request
+        counts = [holders(mutables[place]) for place, _ in roots]
+        result: Foreign
         try:
             outcome, result = "return", _OPERATIONS[operation](self, *arguments)
         except BaseException as error:
             outcome, result = "raise", error.with_traceback(None)
-        changed = self._changes(mutables, roots) if mutables else ()
-        told = self.lending.changes(), self._lent(operation, result) if outcome == "return" else ()
         for place, mutable in enumerate(mutables):
             if mutable is result:
-                return self._framed((outcome, _Argument(place), changed, self.taken(), *told))
-        return self._framed((outcome, result, changed, self.taken(), *told))
-
-    def _lent(self, operation: str, result: Foreign) -> tuple[int, ...]:
-        """Numbers of the containers that the tests now hold too; 0 for one that is not looked after."""
-        if operation == "getattr" and type(result) in LENT:
-            return (self.lending.lend(result),)
-        if operation == "load" and result[0] == "loaded":
-            return tuple(self.lending.lend(value) for _, value in result[1] if type(value) in LENT)
-        return ()
+                result = _Argument(place)
+        mutable = None
+        kept = [place for (place, _), count in zip(roots, counts, strict=True) if holders(mutables[place]) > count]
+        told = self.lending.changes()
+        is_loaded = operation == "load" and outcome == "return" and result[0] == "loaded"
+        self.lend_each([value for _, value in result[1]] if is_loaded else kept_in(result))
+        changed = self._changes(mutables, roots) if mutables else ()
+        lent = tuple((place, number) for place in kept if (number := self.lending.lend(mutables[place])))
+        return self._framed((outcome, result, changed, self.taken(), told, lent))
 
     def taken(self) -> tuple[str, str] | None:
         """What was printed, and what of errors, since the last time; None for nothing."""
@@ -117,15 +115,18 @@ class _Host(Codec):
     def ask(self, operation: str, *arguments: object) -> Foreign:
         """Have the tests' process do something and serve it meanwhile."""
         with self._lock:
-            frame = self.dumps(("ask", operation, *arguments))
+            frame = self.dumps(("ask", self.lending.changes(), operation, *arguments))
             while True:
                 self.link.send(frame)
                 received = self._received()
-                if received[0] == "return":
-                    return received[1]
-                if received[0] == "raise":
-                    raise received[1]
+                if received[0] in ("return", "raise"):
+                    break
                 frame = self.answer(received)
+            outcome, result, changes = received
+            self.lending.take(changes)
+            if outcome == "raise":
+                raise result
+            return result
 
     def _received(self) -> Request:
         return cast(Request, self.loads(self.link.receive()))
@@ -404,6 +405,9 @@ _OPERATIONS: dict[str, Callable[..., object]] = {
     "cancel": lambda host, target: host.coroutines.cancel(target),
     "settle": lambda host, *settled: host.coroutines.settle(*settled),
     "copy": lambda host, target: _copied(host, target, deep=False),
+    "in a loop": lambda host, operation, *arguments: host.coroutines.within(
+        lambda: _OPERATIONS[operation](host, *arguments)
+    ),
     "sow": lambda host, library, state: sow(library, state),
     "mend": lambda host, changes: host.lending.take(changes),
     "deepcopy": lambda host, target: _copied(host, target, deep=True),
@@ -424,6 +428,7 @@ def _coroutine(host: _Host, number: int) -> object:
 def _function(host: _Host, number: int, name: str, document: str | None, parameters: tuple[str, ...] | None) -> object:
     def make() -> object:
         def stub(*positional: object, **named: object) -> object:
+            host.lend_each([*positional, *named.values()])
             return host.ask("call", number, positional, named)
 
         if parameters is not None:  # what a response counts, as one that curries does
@@ -450,7 +455,11 @@ def _visitor(host: _Host, number: int, name: str, special: tuple[str, ...]) -> o
     """An object of a class of the tests: what is done with it is done there."""
 
     def forward(which: str) -> Callable[..., object]:
-        return lambda self, *arguments, **named: host.ask("dunder", number, which, arguments, named)
+        def asked(self: object, *arguments: object, **named: object) -> object:
+            host.lend_each([*arguments, *named.values()])
+            return host.ask("dunder", number, which, arguments, named)
+
+        return asked
 
     def make() -> object:
         body: dict[str, Foreign] = {which: forward(which) for which in special}

@@ -89,6 +89,8 @@ class Codec:
         self.mutables: list[object] = []
         # Of those, which stand in no other one: place in `mutables`, and the bytes that stand for it.
         self.roots: list[tuple[int, bytes]] = []
+        # By identity, numbers of containers that both sides hold.
+        self.lent: dict[int, int] = {}
         self._out = bytearray()
         self._text = b""
         self._place = self._depth = self._inside = 0
@@ -100,6 +102,10 @@ class Codec:
     def resolve(self, reference: tuple[Foreign, ...]) -> object:
         """What a reference stands for. Raises Malformed."""
         raise Malformed("unknown reference")
+
+    def shared(self, number: int, content: object) -> object:
+        """The container that both sides hold under a number, which came with such a content."""
+        return content
 
     def dumps(self, value: object) -> bytes:
         """The bytes of a value. Raises Uncarriable."""
@@ -179,6 +185,8 @@ class Codec:
         self._depth -= 1
 
     def _mutable(self, value: object, write: Callable[[], None]) -> None:
+        if id(value) in self.lent:
+            self._out += b"L" + _WORD.pack(self.lent[id(value)])
         place, start = len(self.mutables), len(self._out)
         self.mutables.append(value)
         self._inside += 1
@@ -362,6 +370,10 @@ class Codec:
         kind, content = self._elements()
         return numpy.frombuffer(content, _numeric(kind), count=1)[0]
 
+    def _take_lent(self) -> object:
+        (number,) = self._unpack(_WORD)
+        return self.shared(number, self._take())
+
     def _take_reference(self) -> object:
         reference = self._take()
         if type(reference) is not tuple or not reference:
@@ -534,6 +546,7 @@ _READERS: dict[bytes, Callable[[Codec], object]] = {
     b"W": _date,
     b"P": _path,
     b"x": lambda codec: re.compile(*codec._elements()),
+    b"L": Codec._take_lent,
     b"X": Codec._take_reference,
 }
 
@@ -542,14 +555,19 @@ def _pairs(parts: list[Foreign]) -> dict[Foreign, Foreign]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def refresh(old: Foreign, new: Foreign) -> None:
-    """Give a container the content of another of its type; what both hold stays the same object. Raises TypeError."""
+def refresh(old: Foreign, new: Foreign, lent: dict[int, int]) -> None:
+    """Give a container the content of another of its type; what both hold stays the same object. Raises TypeError.
+
+    lent: by identity, what stands for itself on both sides and is not to be filled with anything else's content.
+    """
+    if old is new:
+        return
     if type(old) is not type(new):
         raise TypeError("an argument that the response has changed cannot be carried")
     if type(old) is list:
-        old[:] = [_kept(before, after) for before, after in zip(old, new, strict=False)] + new[len(old) :]
+        old[:] = [_kept(before, after, lent) for before, after in zip(old, new, strict=False)] + new[len(old) :]
     elif isinstance(old, dict):
-        kept = {key: _kept(old.get(key), after) for key, after in new.items()}
+        kept = {key: _kept(old.get(key), after, lent) for key, after in new.items()}
         old.clear()
         (dict.update if type(old) is Counter else type(old).update)(old, kept)
     elif isinstance(old, set):
@@ -562,9 +580,10 @@ def refresh(old: Foreign, new: Foreign) -> None:
         old[slice(None) if type(old) is bytearray else ...] = new
 
 
-def _kept(before: Foreign, after: Foreign) -> Foreign:
-    if type(before) is type(after) and type(before) in (list, dict, set):
-        refresh(before, after)
+def _kept(before: Foreign, after: Foreign, lent: dict[int, int]) -> Foreign:
+    is_one = type(before) is type(after) and type(before) in (list, dict, set, deque, defaultdict, Counter, OrderedDict)
+    if is_one and id(before) not in lent and id(after) not in lent:
+        refresh(before, after, lent)
         return before
     return after
 
