@@ -164,6 +164,9 @@ class Client:
         places = [place for place, said in enumerate(history) if said.node is not None]
         same = [place for place in places if alike(history[: place + 1]) == self.known[history[place].node]]
         self.expected.append(history[same[-1]].node if same else None)
+        # Behind it all answers are what the client says: other white space makes another prompt of them.
+        known = same[-1] + 1 if same else 0
+        history = (*history[:known], *(replace(said, node=None) for said in history[known:]))
         calls = [
             ServedCall(id=f"c{len(self.fed)}{number}", name="weather", arguments_json='{"place": "Oslo"}')
             for number in range(self.rng.choice((0, 0, 1, 2)))
