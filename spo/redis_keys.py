@@ -1,10 +1,9 @@
-"""The Redis keys that several services, or the shared library, know: one function per key, its docstring is its schema.
+"""The Redis keys of all services but the orchestrator's own: one function per key, its docstring is its schema.
 
 `spo:{run}:owner:noun[:id]`; the owner is the only service that writes the key unless the docstring says otherwise.
-Keys that one service alone knows are in `services/<it>/redis_keys.py`, with one exception: a key of a run is here even
-when only its owner reads it, since the orchestrator deletes a run's keys by these functions and imports no other
-service. What a job has in Redis is thus: every function here and in `services/orchestrator/redis_keys.py` that takes a
-`run_id` or `job_id` (the same string).
+A key of a run takes its `run_id`, whoever alone reads it: the orchestrator deletes a run's keys by these functions and
+imports no other service. What a job has in Redis is thus: every function here and in
+`services/orchestrator/redis_keys.py` that takes a `run_id` or `job_id` (the same string).
 """
 
 from __future__ import annotations
@@ -271,6 +270,101 @@ def replay_stored(run_id: str) -> str:
 def replay_batch_log(run_id: str) -> str:
     """Sorted set: step by the number of its batch, in the order in which batches were drawn. Replay."""
     return f"spo:{run_id}:replay-buffer:batch_log"
+
+
+def engine_deaths(work: str) -> str:
+    """Hash: in_company, alone (begun and never ended), reason; expires an hour after the last. Inference.
+
+    `work` names what the engine was doing: a group, a weight version, the building of a model.
+    """
+    return f"spo:inference:engine_deaths:{digest(work)}"
+
+
+def replay_unstored() -> str:
+    """Set: ids of runs whose ledgers hold more than the experience store. Replay."""
+    return "spo:replay-buffer:unstored"
+
+
+def replay_untrimmed() -> str:
+    """Set: ids of runs of which something may leave Redis later, or has not yet. Replay."""
+    return "spo:replay-buffer:untrimmed"
+
+
+def judge_tests(digest: str) -> str:
+    """String: serialized TestSet. Written by whoever uploads tests, content-addressed; read by judges."""
+    return f"spo:sandbox-judge:tests:{digest}"
+
+
+def cached_verdict(digest: str) -> str:
+    """String: serialized Verdict by digest of (program, tests, limits, language, judge version). Judge."""
+    return f"spo:sandbox-judge:verdict:{digest}"
+
+
+def cached_verdict_order() -> str:
+    """List: `size:key` of the cached verdicts, the oldest first. Judge."""
+    return "spo:sandbox-judge:verdict_order"
+
+
+def cached_verdict_bytes() -> str:
+    """String: the sum of the sizes in the list of cached verdicts. Judge."""
+    return "spo:sandbox-judge:verdict_bytes"
+
+
+def verifier_tests(digest: str) -> str:
+    """String: serialized TestSet. Written by whoever uploads it, content-addressed; read by verifiers."""
+    return f"spo:verifier:tests:{digest}"
+
+
+def remembered(digest: str) -> str:
+    """String: serialized Verdict by digest of (response, test set, verifier version). Written and read by verifiers."""
+    return f"spo:verifier:remembered:{digest}"
+
+
+def remembered_order() -> str:
+    """List: `size:key` of the remembered verdicts, the oldest first. Verifiers."""
+    return "spo:verifier:remembered_order"
+
+
+def remembered_bytes() -> str:
+    """String: the sum of the sizes in the list of remembered verdicts. Verifiers."""
+    return "spo:verifier:remembered_bytes"
+
+
+def environment_key() -> str:
+    """String: the secret by which replicas know the states of episodes that one of them has given out. First wins."""
+    return "spo:verifier:environment_key"
+
+
+def value_counts(value_key_digest: str) -> str:
+    """Hash: part -> `samples:successes`, with rewards where they are shares; outlives runs. Value-estimation."""
+    return f"spo:value-estimation:counts:{value_key_digest}"
+
+
+def reference_deaths(work: str) -> str:
+    """Hash: in_company, alone (begun and never ended), reason of loading a reference; expires an hour after the last.
+    Value-estimation."""
+    return f"spo:value-estimation:deaths:{digest(work)}"
+
+
+def value_population(population_digest: str) -> str:
+    """Hash: prompt id -> JSON {samples, successes, features} of prompts sampled alike, outlives runs. Value-estimation.
+
+    The digest is of (reference hash, sampler, judge version, reward).
+    """
+    return f"spo:value-estimation:population:{population_digest}"
+
+
+def value_origin(value_key_digest: str, extra_sampler: str) -> str:
+    """String: id of a run whose replay buffer holds the counted and the extra samples, scored. Value-estimation."""
+    return f"spo:value-estimation:origin:{digest(value_key_digest, extra_sampler)}"
+
+
+def pivotal_labels(labels_digest: str) -> str:
+    """Hash: position -> `rollouts:successes` of pi0 from that prefix, outlives runs. Value-estimation.
+
+    The digest is of (reference hash, prompt, tests, sampler, judge version, response tokens).
+    """
+    return f"spo:value-estimation:labels:{labels_digest}"
 
 
 def digest(*parts: str) -> str:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from socket import gethostname
 
-from services.inference import redis_keys as own_keys
 from services.inference.engine import Engine, Sample, SampledPart, SampleRequest
 from services.inference.settings import Settings
 from services.inference.weights import Weights
-from spo import observability
+from spo import observability, redis_keys
 from spo.errors import IntegrityError, InvalidInput, NotReady
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import tenants_in_turn
@@ -41,7 +40,7 @@ class EngineDeaths(WorkDeaths):
     """The notes of all inference replicas."""
 
     def __init__(self, client: RedisClient) -> None:
-        super().__init__(client, own_keys.engine_deaths, "the engine", code="kills_engine")
+        super().__init__(client, redis_keys.engine_deaths, "the engine", code="kills_engine")
 
     @contextmanager
     def building(self, work: str) -> Iterator[None]:

@@ -31,7 +31,6 @@ from pathlib import Path
 
 import redis
 
-from services.replay_buffer import redis_keys as own_keys
 from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.sampling_index import FOLLOWED_POSITION
 from services.replay_buffer.settings import Settings
@@ -289,7 +288,7 @@ class ExperienceArchiver:
         """Archive until stop is set; a store that cannot be written is tried again and delays nothing else."""
         for_each_run(
             self.archive_or_tell,
-            lambda: self.client.smembers(own_keys.replay_unstored()),
+            lambda: self.client.smembers(redis_keys.replay_unstored()),
             stop,
             POLL_SECONDS,
             "experience is not stored yet",
@@ -309,7 +308,7 @@ class ExperienceArchiver:
             counts = zip(chunk, found[::2], found[1::2], strict=True)
             unstored = [run_id for run_id, number, written in counts if int(number or 0) > int(written or 0)]
             if unstored:
-                self.client.sadd(own_keys.replay_unstored(), *unstored)
+                self.client.sadd(redis_keys.replay_unstored(), *unstored)
 
     def archive_or_tell(self, run_id: str) -> None:
         """`archive_when_due`; what goes wrong is a wait reason of the job."""
@@ -426,7 +425,7 @@ def _settled_keys(run_id: str) -> list[str]:
     return [
         redis_keys.replay_counters(run_id),
         redis_keys.replay_stored(run_id),
-        own_keys.replay_unstored(),
+        redis_keys.replay_unstored(),
     ]
 
 
@@ -463,7 +462,7 @@ class WindowTrimmer:
         # Whatever goes wrong, nothing is lost by what stays.
         for_each_run(
             self.trim_when_due,
-            lambda: self.client.smembers(own_keys.replay_untrimmed()),
+            lambda: self.client.smembers(redis_keys.replay_untrimmed()),
             stop,
             TRIM_SECONDS,
             "a run keeps what it might let go of",
@@ -624,7 +623,7 @@ class WindowTrimmer:
         )
 
     def _let_go(self, run_id: str) -> None:
-        self.client.srem(own_keys.replay_untrimmed(), run_id)
+        self.client.srem(redis_keys.replay_untrimmed(), run_id)
         self._looked.pop(run_id, None)
         self._ended.pop(run_id, None)
 

@@ -27,7 +27,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from services.replay_buffer import redis_keys as own_keys
 from services.replay_buffer.windows import SOURCES, fact_of, ids_of, read_fact, source_name, without_mark
 from spo import observability, redis_keys
 from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound
@@ -399,8 +398,8 @@ def _keys(run_id: str) -> list[str]:
         redis_keys.replay_counters(run_id),
         redis_keys.replay_copies(run_id),
         redis_keys.replay_trajectory(run_id, ""),
-        own_keys.replay_unstored(),
-        own_keys.replay_untrimmed(),
+        redis_keys.replay_unstored(),
+        redis_keys.replay_untrimmed(),
         redis_keys.replay_outcomes(run_id),
         redis_keys.replay_unsolved(run_id),
         *(redis_keys.replay_source(run_id, source) for source in map(source_name, SOURCES)),

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field, replace
 import grpc
 from blake3 import blake3
 
-from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.executor import JudgeFault, StartFault, behaviour_of, language_of, languages, version_of
 from services.sandbox_judge.probe import language_fault, role_fault
 from services.sandbox_judge.program_judge import (
@@ -378,8 +377,8 @@ class JudgeScheduler:
             store,
             settings.cache_seconds,
             settings.cache_bytes,
-            order=own_keys.verdict_order(),
-            held=own_keys.verdict_bytes(),
+            order=redis_keys.cached_verdict_order(),
+            held=redis_keys.cached_verdict_bytes(),
         )
         self._cgroups = memory_parent(settings.memory_cgroup)
         self.features = ["memory-cgroup"] if self._cgroups else []
@@ -654,7 +653,7 @@ def _key(program: str, decided_by: bytes) -> str:
     """The key of a program's verdict; decided_by: what else decides about it, framed."""
     # Hashed first: a program need not be UTF-8.
     source = blake3(encoded(program)).hexdigest()
-    return own_keys.verdict(redis_keys.digest_of(redis_keys.framed(source) + decided_by))
+    return redis_keys.cached_verdict(redis_keys.digest_of(redis_keys.framed(source) + decided_by))
 
 
 def _count(future: Future[Verdict]) -> None:

@@ -7,9 +7,9 @@ import math
 import re
 from typing import Any, Protocol
 
-from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.executor import languages
 from services.sandbox_judge.scoring import MATH, REASONING_GYM, missing_module, role_of
+from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput
 from spo.service.judge_stage import StoredTestSets
 from spo.tasks.answer import (
@@ -179,7 +179,7 @@ class TestSets(StoredTestSets):
     __test__ = False  # not a pytest class
 
     def __init__(self, store: Store) -> None:
-        super().__init__(store, own_keys.tests, require_usable)
+        super().__init__(store, redis_keys.judge_tests, require_usable)
 
 
 def require_usable(test_set: TestSet) -> None:

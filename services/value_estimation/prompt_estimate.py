@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.samples import SampleMaker, ServiceClients
 from spo import observability, redis_keys
 from spo.algorithm.value_prior import PriorModel, PromptFeatures, fit_prior
@@ -115,11 +114,11 @@ class Population:
     def record(self, key: str, prompt_id: str, counts: Counts, features: PromptFeatures) -> None:
         """Store a prompt's counts so far, in place of its earlier ones."""
         document = {"samples": counts.samples, "successes": counts.successes, "features": asdict(features)}
-        self.client.hset(own_keys.value_population(key), prompt_id, json.dumps(document))
+        self.client.hset(redis_keys.value_population(key), prompt_id, json.dumps(document))
 
     def prior_of(self, key: str, prompt_id: str, features: PromptFeatures) -> BetaPrior:
         """The prior of a prompt, fitted to the samples of other prompts; Jeffreys' prior while these are few."""
-        known = self.client.hlen(own_keys.value_population(key))
+        known = self.client.hlen(redis_keys.value_population(key))
         with self._lock:
             fit = self._fits.get(key, Fit(0, None, 0.0, 0.0))
             is_old = time.monotonic() > fit.done_at + max(REFIT_SECONDS, REFIT_PAUSE * fit.seconds)
@@ -129,7 +128,7 @@ class Population:
 
     def _fit(self, key: str) -> Fit:
         began = time.monotonic()
-        stored = self.client.hgetall(own_keys.value_population(key))
+        stored = self.client.hgetall(redis_keys.value_population(key))
         names = sorted(stored)
         documents = [json.loads(stored[name]) for name in names]
         model = fit_prior(
@@ -184,7 +183,7 @@ class PromptEstimate:
         """
         if any(name != IMPORTED for name in self._done()):
             return
-        stored = self.client.hgetall(own_keys.value_counts(self.value_key))
+        stored = self.client.hgetall(redis_keys.value_counts(self.value_key))
         counts = total(map(Counts.decode, stored.values()), self.spec.tasks.reward)
         if not counts.samples:
             return
@@ -219,7 +218,7 @@ class PromptEstimate:
         counts = self.counted()
         if not counts.samples:
             return
-        key = own_keys.value_counts(self.value_key)
+        key = redis_keys.value_counts(self.value_key)
         stored = self.client.hgetall(key)
         if counts.samples >= total(map(Counts.decode, stored.values()), self.spec.tasks.reward).samples:
             with self.client.pipeline(transaction=True) as pipe:
@@ -273,7 +272,7 @@ class PromptEstimate:
         beside = f"{extra.samples} {sampler(extra, self.spec.model.chat_format)} {self.spec.model.dtype}"
         if self.value.unsolved == "retry_hotter":
             beside += f" retry {self.value.retry_samples} {self.value.retry_temperature:g}"
-        return own_keys.value_origin(self.value_key, beside)
+        return redis_keys.value_origin(self.value_key, beside)
 
 
 def sampler(sampling: Sampling, chat: ChatFormat) -> str:
@@ -300,6 +299,17 @@ def _hotter(sampling: Sampling, value: ValueSpec) -> Sampling:
     return hotter
 
 
+def value_key_of(
+    reference_hash: str, prompt_id: str, tests_digest: str, sampler: str, judge_version: str, reward: RewardSpec
+) -> str:
+    """Digest under which a prompt's success counts outlive runs; beta is not in it (docs: keys that outlive a run).
+
+    Scores between right and wrong are counted as rewards, so another map from one to the other is another key.
+    """
+    mapped = () if reward == RewardSpec() else (reward.model_dump_json(),)
+    return redis_keys.digest(reference_hash, prompt_id, tests_digest, sampler, judge_version, *mapped)
+
+
 def value_under(request: EstimateRequest, clients: ServiceClients, spec: JobSpec, chunk_samples: int) -> PromptValue:
     """The success frequency of the request's reference version, stored under a key with that version's digest.
 
@@ -313,7 +323,7 @@ def value_under(request: EstimateRequest, clients: ServiceClients, spec: JobSpec
     observability.VALUE_SAMPLES.inc(found.samples)
     return PromptValue(
         prompt_id=prompt.prompt_id,
-        value_key=own_keys.value_key(
+        value_key=value_key_of(
             request.reference_hash,
             prompt.prompt_id,
             decider(prompt),

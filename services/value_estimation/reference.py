@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.settings import Settings
+from spo import redis_keys
 from spo.errors import FieldViolation, IntegrityError, InvalidInput, NotFound, NotReady, SpoError
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
@@ -254,7 +254,9 @@ class References:
         """
         self.here = here
         self.place = f"{gethostname()}:{port}"
-        self._deaths = WorkDeaths(client, own_keys.reference_deaths, "value-estimation", code="kills_value_estimation")
+        self._deaths = WorkDeaths(
+            client, redis_keys.reference_deaths, "value-estimation", code="kills_value_estimation"
+        )
         self.tokens_per_forward = tokens_per_forward
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.specs = RunSpecs(client)

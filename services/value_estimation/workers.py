@@ -23,8 +23,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from services.value_estimation import redis_keys as own_keys
-from services.value_estimation.prompt_estimate import Population, PromptEstimate, decider, sampler, value_under
+from services.value_estimation.prompt_estimate import (
+    Population,
+    PromptEstimate,
+    decider,
+    sampler,
+    value_key_of,
+    value_under,
+)
 from services.value_estimation.reference import Reference, References
 from services.value_estimation.samples import (
     SampleMaker,
@@ -179,7 +185,7 @@ class ValueWorker:
             spec,
             spec.value or ValueSpec(),
             maker,
-            own_keys.value_key(
+            value_key_of(
                 model_hash, prompt.prompt_id, decider(prompt), sampler_settings, judge_version, spec.tasks.reward
             ),
             redis_keys.digest(model_hash, sampler_settings, judge_version),
@@ -428,7 +434,7 @@ class PivotalWorker:
         return True
 
     def _known(self, labels: str) -> dict[int, RolloutCount]:
-        stored = self.client.hgetall(own_keys.pivotal_labels(labels))
+        stored = self.client.hgetall(redis_keys.pivotal_labels(labels))
         pairs = {int(position): text.split(b":") for position, text in stored.items()}
         return {
             position: RolloutCount(int(rollouts), int(successes)) for position, (rollouts, successes) in pairs.items()
@@ -463,7 +469,7 @@ class PivotalWorker:
         if search.pivotal.keep_rollouts:
             search.maker.clients.append(search.maker.run_id, found)
         count = RolloutCount(len(found), sum(has_succeeded(rollout, search.spec.tasks.reward) for rollout in found))
-        self.client.hset(own_keys.pivotal_labels(labels), str(position), f"{count.rollouts}:{count.successes}")
+        self.client.hset(redis_keys.pivotal_labels(labels), str(position), f"{count.rollouts}:{count.successes}")
         return count
 
     def _await_idle(self, run_id: str, stop: threading.Event) -> None:

@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 
 from blake3 import blake3
 
-from services.verifier import redis_keys as own_keys
 from services.verifier.http_scorer import (
     IDEMPOTENCY,
     BadAnswer,
@@ -412,7 +411,7 @@ class RememberingScorer:
 
     def _key(self, response: str, test_set: TestSet) -> str:
         said = blake3(response.encode("utf-8", "surrogatepass")).hexdigest()
-        return own_keys.remembered(redis_keys.digest(said, tests_digest(test_set), self.behaviour))
+        return redis_keys.remembered(redis_keys.digest(said, tests_digest(test_set), self.behaviour))
 
     def _sampled(self, key: str) -> bool:
         return int(key[-8:], 16) < self.recheck_rate * (1 << 32)
@@ -426,8 +425,8 @@ def remembering(
         store,
         settings.cache_seconds,
         settings.cache_bytes,
-        order=own_keys.remembered_order(),
-        held=own_keys.remembered_bytes(),
+        order=redis_keys.remembered_order(),
+        held=redis_keys.remembered_bytes(),
     )
     voting = f"{settings.model_temperature:g} {settings.model_tokens}"
     return {

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import grpc
 
-from services.verifier import redis_keys as own_keys
 from services.verifier.http_scorer import ServiceFailed
 from services.verifier.settings import Settings
 from spo import observability, redis_keys
@@ -164,7 +163,7 @@ class VerifierScheduler:
     judge_version = VERIFIER_VERSION
 
     def __init__(self, store: KeptBytes, settings: Settings, scorers: Mapping[str, ResponseScorer]) -> None:
-        self.test_sets = StoredTestSets(store, own_keys.verifier_tests, require_scorable)
+        self.test_sets = StoredTestSets(store, redis_keys.verifier_tests, require_scorable)
         self.scorers = scorers
         self._settings = settings
         self._waiting = 0

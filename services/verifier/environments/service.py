@@ -39,8 +39,8 @@ from typing import Any, Protocol, TypeVar
 import grpc
 from blake3 import blake3
 
-from services.verifier import redis_keys as own_keys
 from services.verifier.settings import Settings
+from spo import redis_keys
 from spo.errors import FieldViolation, InternalError, InvalidInput, NotFound, NotReady, SpoError
 from spo.messaging.redis_client import RedisClient
 from spo.observability import get_logger
@@ -197,7 +197,7 @@ class StateSeal:
         return blake3(len(named).to_bytes(8, "little") + named + written, key=self._key).digest()
 
     def _shared_key(self) -> bytes:
-        found = self._client.eval(_FIRST_WINS, 1, own_keys.environment_key(), secrets.token_bytes(_KEY_BYTES))
+        found = self._client.eval(_FIRST_WINS, 1, redis_keys.environment_key(), secrets.token_bytes(_KEY_BYTES))
         assert isinstance(found, bytes)
         return found
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import redis
 
-from services.inference import redis_keys as own_keys
 from services.inference.engine import Sample, SampleRequest
 from services.inference.engine_thread import EngineDeaths, EngineThread, SampleGroup, engine_failed
 from services.inference.rollouts import RolloutWorker
@@ -353,7 +352,7 @@ def test_only_what_ended_a_process_is_a_death(
         with suppress(BaseException), notes.during("loading", ends_process=ends_process):
             if error:
                 raise error
-    counts = redis_client.hgetall(own_keys.engine_deaths("loading"))
+    counts = redis_client.hgetall(redis_keys.engine_deaths("loading"))
     assert (int(counts.get(b"in_company", 0)), int(counts.get(b"alone", 0))) == (deaths, deaths)
 
 

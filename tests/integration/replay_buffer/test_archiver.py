@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import redis
 
-from services.replay_buffer import redis_keys as own_keys
 from services.replay_buffer.archive import ExperienceArchiver
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
@@ -184,17 +183,17 @@ def test_only_runs_with_something_unstored_are_looked_at(store: ReplayStore, tmp
     store.append(RUN, [trajectory(number) for number in range(3)])
     spiller = spiller_of(store, tmp_path, rows_per_file=2)
     # As a version that kept no list leaves it.
-    store.client.delete(own_keys.replay_unstored())
+    store.client.delete(redis_keys.replay_unstored())
 
     spiller.adopt()
-    assert store.client.smembers(own_keys.replay_unstored()) == {RUN.encode()}
+    assert store.client.smembers(redis_keys.replay_unstored()) == {RUN.encode()}
     spiller.archive_when_due(RUN)
     assert len(stored(tmp_path)) == 3
-    assert store.client.smembers(own_keys.replay_unstored()) == set()
+    assert store.client.smembers(redis_keys.replay_unstored()) == set()
 
     store.client.set(redis_keys.run_state(RUN), "succeeded")
     store.append(RUN, [trajectory(3)])
-    assert store.client.smembers(own_keys.replay_unstored()) == {RUN.encode()}, "what was still in the pipeline"
+    assert store.client.smembers(redis_keys.replay_unstored()) == {RUN.encode()}, "what was still in the pipeline"
     spiller.archive_when_due(RUN)
     assert len(stored(tmp_path)) == 4
 
@@ -205,7 +204,7 @@ def test_a_deleted_run_leaves_the_list(store: ReplayStore, tmp_path: Path) -> No
 
     spiller_of(store, tmp_path).archive_when_due(RUN)
 
-    assert store.client.scard(own_keys.replay_unstored()) == 0
+    assert store.client.scard(redis_keys.replay_unstored()) == 0
 
 
 # --- Redis set back ---

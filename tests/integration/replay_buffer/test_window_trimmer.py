@@ -11,7 +11,6 @@ import pytest
 import redis
 import structlog
 
-from services.replay_buffer import redis_keys as own_keys
 from services.replay_buffer.archive import BATCHES_KEPT, ArchivedTrajectories, ExperienceArchiver, WindowTrimmer
 from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.service import ReplayService
@@ -284,19 +283,19 @@ def test_an_ended_run_keeps_its_offline_trajectories_only(start: Callable[..., B
     assert len(buffer.listed()) == 208
     assert buffer.store.get(RUN, ["traj_SOURCE_HUMAN_3"]) != [None]
     assert buffer.client.zcard(redis_keys.replay_ids(RUN)) == 8
-    assert not buffer.client.sismember(own_keys.replay_untrimmed(), RUN)
+    assert not buffer.client.sismember(redis_keys.replay_untrimmed(), RUN)
 
 
 def test_a_deleted_run_is_not_looked_at_for_ever(start: Callable[..., Buffer]) -> None:
     buffer = start()
     buffer.insert(range(10))
-    assert buffer.client.sismember(own_keys.replay_untrimmed(), RUN)
+    assert buffer.client.sismember(redis_keys.replay_untrimmed(), RUN)
     for key in buffer.client.keys(f"spo:{RUN}:*"):
         buffer.client.delete(key)
 
     buffer.trimmer.trim_when_due(RUN)
 
-    assert buffer.client.smembers(own_keys.replay_untrimmed()) == set()
+    assert buffer.client.smembers(redis_keys.replay_untrimmed()) == set()
     assert buffer.client.keys(f"spo:{RUN}:*") == []
 
 

@@ -12,7 +12,6 @@ import pytest
 import redis
 from prometheus_client import REGISTRY
 
-from services.sandbox_judge import redis_keys as own_keys
 from services.sandbox_judge.embedded import MemoryStore
 from services.sandbox_judge.probe import choose_tier
 from services.sandbox_judge.settings import Settings
@@ -305,7 +304,7 @@ def test_a_test_set_is_stored_once_under_its_digest(redis_client: redis.Redis, t
     try:
         digests = {scheduler.test_sets.upload(ONE) for _ in range(3)}
         assert len(digests) == 1
-        assert redis_client.keys(own_keys.tests("*")) == [own_keys.tests(digests.pop()).encode()]
+        assert redis_client.keys(redis_keys.judge_tests("*")) == [redis_keys.judge_tests(digests.pop()).encode()]
     finally:
         scheduler.close()
 

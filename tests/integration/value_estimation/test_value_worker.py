@@ -14,7 +14,6 @@ import redis
 from services.orchestrator.deletion import keys_of
 from services.replay_buffer.ingest import IngestWorker, ReferenceScores
 from services.replay_buffer.store import ReplayStore
-from services.value_estimation import redis_keys as own_keys
 from services.value_estimation.workers import ValueWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound
@@ -99,7 +98,7 @@ def test_reference_logprobs_are_those_of_the_reference_model(stage: Stage) -> No
 def test_a_killed_estimate_resumes_at_its_chunk(stage: Stage) -> None:
     stage.worker.estimate(stage.request())
     # As a kill after the second chunk's append leaves it: only the first chunk's count was written.
-    stage.client.delete(redis_keys.run_values(RUN), own_keys.value_counts(stage.value().value_key))
+    stage.client.delete(redis_keys.run_values(RUN), redis_keys.value_counts(stage.value().value_key))
     stage.client.hdel(redis_keys.value_progress(RUN, PROMPT.prompt_id), "value-16", "value-32")
     before = len(stage.engine.calls)
 

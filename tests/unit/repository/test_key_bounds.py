@@ -9,12 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-MODULES = [
-    "spo.redis_keys",
-    *(f"services.{path.parent.name}.redis_keys" for path in ROOT.glob("services/*/redis_keys.py")),
-]
+MODULES = ["spo.redis_keys", "services.orchestrator.redis_keys"]
 # They make parts of keys, or ids.
-NO_KEYS = {"digest", "digest_of", "framed", "trajectory_id", "value_key", "rollouts_of"}
+NO_KEYS = {"digest", "digest_of", "framed", "trajectory_id", "rollouts_of"}
 SECTION = "## What is in Redis, and what bounds it"
 
 

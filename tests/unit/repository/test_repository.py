@@ -134,22 +134,17 @@ def test_a_class_name_means_one_thing() -> None:
 
 
 def test_every_redis_key_documents_its_schema() -> None:
-    modules = [ROOT / "spo" / "redis_keys.py", *sorted(ROOT.glob("services/*/redis_keys.py"))]
-    assert len(modules) == 7
+    modules = [ROOT / "spo" / "redis_keys.py", ROOT / "services" / "orchestrator" / "redis_keys.py"]
     functions = [node for path in modules for node in _tree(path).body if isinstance(node, ast.FunctionDef)]
     assert len(functions) > 50
     names = Counter(node.name for node in functions)
     assert [name for name, count in names.items() if count > 1] == []
-
-
-@pytest.mark.parametrize("service", ["replay_buffer", "sandbox_judge", "value_estimation", "verifier"])
-def test_no_service_hides_a_key_of_a_run_from_the_orchestrator_that_deletes_it(service: str) -> None:
-    functions = [
-        node for node in _tree(ROOT / "services" / service / "redis_keys.py").body if isinstance(node, ast.FunctionDef)
-    ]
-    parameters = {argument.arg for node in functions for argument in node.args.args}
-    assert parameters & {"run_id", "job_id"} == set()
     assert [node.name for node in functions if not ast.get_docstring(node)] == []
+
+
+def test_no_service_hides_a_key_of_a_run_from_the_orchestrator_that_deletes_it() -> None:
+    own = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("services/**/redis_keys.py")]
+    assert own == ["services/orchestrator/redis_keys.py"]
 
 
 def test_a_service_imports_no_other_service() -> None:
