@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from spo import errors
-from spo.error_codes import CATALOGUE
+from spo.errors import catalogue
 
 # Columns of longer cells may be cut into lines of so many characters, and no shorter ones.
 NARROWEST_COLUMN = 20
@@ -123,7 +123,7 @@ def print_error(error: errors.SpoError) -> None:
             )
             error_console.print(f"    [dim]and {len(alike) - 1} more like it{where}[/]", highlight=False)
     # The step of an exit code fits no error exactly; the catalogue's does.
-    entry = CATALOGUE.get(error.code)
+    entry = catalogue().get(error.code)
     next_step = entry.remedy if entry else _NEXT_STEP[exit_code_of(error)]
     error_console.print(f"[dim]{escape(next_step)}[/]", highlight=False)
 
@@ -139,8 +139,8 @@ def grouped(violations: Sequence[errors.FieldViolation]) -> list[list[errors.Fie
 def print_failure(code: str, message: str) -> None:
     """Why a job failed and what to do, on standard error."""
     error_console.print(f"[bold red]failed[/] {escape(message)} [dim]({escape(code)})[/]", highlight=False)
-    if code in CATALOGUE:
-        error_console.print(f"[dim]{escape(CATALOGUE[code].remedy)}[/]", highlight=False)
+    if code in catalogue():
+        error_console.print(f"[dim]{escape(catalogue()[code].remedy)}[/]", highlight=False)
 
 
 def print_rows(rows: Sequence[Mapping[str, object] | BaseModel], columns: Sequence[str], output: Output) -> None:

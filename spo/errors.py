@@ -16,6 +16,10 @@
 
 Errors become gRPC statuses only in `spo.rpc`, dead letters only in `spo.messaging.streams`, problem+json only in the
 orchestrator.
+
+The catalogue of error codes: what each means, and what to do about it. The type of a problem is `/errors/<code>`, where
+the orchestrator serves its entry; `docs/reference/errors.md` has all. A test holds that every code raised anywhere is
+in error_codes.txt, and no other: a line with the code and its meaning, below it what to do.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -192,3 +197,20 @@ def storage_faults_named(folder: str | Path, needed_bytes: int = 0) -> Iterator[
 def _free_bytes(folder: Path) -> int:
     there = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
     return shutil.disk_usage(there).free
+
+
+@dataclass(frozen=True)
+class CatalogueEntry:
+    """What a code means, and what to do."""
+
+    meaning: str
+    remedy: str
+
+
+# Read when it is first asked for: this module is imported by children that raise and show nothing.
+@cache
+def catalogue() -> dict[str, CatalogueEntry]:
+    """Every code's entry, by code."""
+    lines = Path(__file__).with_name("error_codes.txt").read_text(encoding="utf-8").splitlines()
+    pairs = zip(lines[::2], lines[1::2], strict=True)
+    return {line.partition(": ")[0]: CatalogueEntry(line.partition(": ")[2], remedy.strip()) for line, remedy in pairs}

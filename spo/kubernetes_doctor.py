@@ -19,7 +19,7 @@ from pydantic.alias_generators import to_camel
 
 from spo.console import Output
 from spo.doctor import DoctorCheck, report
-from spo.error_codes import CATALOGUE
+from spo.errors import catalogue
 
 KUBECTL_SECONDS = 60
 SHOWN_LETTERS = 300
@@ -414,8 +414,8 @@ def diagnosis(complaint: Complaint) -> Diagnosis:
             code, said = str(entry["code"]), str(entry.get("reason", ""))
         except (ValueError, TypeError, KeyError):
             continue
-        if code in CATALOGUE:
-            return Diagnosis(code, CATALOGUE[code].meaning, CATALOGUE[code].remedy, said[:SHOWN_LETTERS])
+        if code in catalogue():
+            return Diagnosis(code, catalogue()[code].meaning, catalogue()[code].remedy, said[:SHOWN_LETTERS])
     told = f"{complaint.reason}: {' '.join(complaint.message.split())}"
     shown = told[:SHOWN_LETTERS]
     row = next((each for each in TABLE if each.told.search(told)), None)

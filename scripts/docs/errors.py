@@ -6,7 +6,7 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-from spo.error_codes import CATALOGUE
+from spo.errors import catalogue
 
 # Kind -> HTTP status, as services/orchestrator/http/errors.py maps them.
 STATUSES = {
@@ -41,7 +41,7 @@ def page(root: Path) -> str:
     for code, kinds in sorted(found.items()):
         statuses = ", ".join(f"{kind} ({STATUSES[kind]})" for kind in sorted(kinds))
         texts = sorted({text for each in kinds.values() for text in each if text})
-        entry = CATALOGUE.get(code)
+        entry = catalogue().get(code)
         said = [f"{entry.meaning} {entry.remedy}", ""] if entry else []
         lines += [f"## {code}", "", statuses, "", *said, *(f"- {text}" for text in texts), ""]
     return "\n".join(lines)

@@ -25,8 +25,7 @@ from starlette.routing import Match
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import ACTIONS
 from spo import errors
-from spo.error_codes import CATALOGUE
-from spo.errors import SpoError
+from spo.errors import SpoError, catalogue
 from spo.messaging.redis_client import as_spo_error
 from spo.observability import get_logger
 from spo.spec.section import JobState
@@ -213,7 +212,7 @@ def wants_page(path: str, headers: Headers) -> bool:
 
 def error_page(status: int, code: str, detail: str) -> str:
     """What went wrong and what to do about it, as HTML."""
-    known = CATALOGUE.get(code)
+    known = catalogue().get(code)
     advice = ADVICE.get(code) or (known.remedy if known else OTHERWISE)
     facts = {"status": status, "code": code, "detail": detail, "advice": advice}
     return templates.get_template("errors/page.html").render(facts)

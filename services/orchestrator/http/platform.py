@@ -28,8 +28,7 @@ from services.orchestrator.http.jobs import job_summaries, waits
 from services.orchestrator.job_records import JobFilter, page_of_jobs
 from services.orchestrator.pipeline import platform_depths
 from spo import api, redis_keys
-from spo.error_codes import CATALOGUE
-from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady
+from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady, catalogue
 from spo.messaging.redis_client import as_spo_error
 from spo.messaging.streams.recovery import counts_of
 from spo.observability import (
@@ -205,7 +204,7 @@ def _job(context: AppContext, job: api.JobSummary) -> Iterator[Entry]:
     subject, page = f"job {job.name}", f"/jobs/{job.id}"
     if job.state is JobState.FAILED:
         record = context.jobs.record(job.id)
-        known = CATALOGUE.get(record.failure_code)
+        known = catalogue().get(record.failure_code)
         remedy = known.remedy if known else "its page and its log have more"
         yield _entry("error", subject, f"{record.failure_code}: {record.failure_message}"[:500], remedy, job.id, page)
     else:

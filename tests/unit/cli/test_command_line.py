@@ -19,7 +19,7 @@ from spo import errors
 from spo.cli.app import app
 from spo.console import EXIT_CODES, ExitCode, exit_code_of
 from spo.demo.demo import RECIPE
-from spo.error_codes import CATALOGUE
+from spo.errors import catalogue
 from spo.spec.job_spec import parse_job_spec
 
 ROOT = Path(__file__).parents[3]
@@ -92,7 +92,7 @@ def test_the_next_step_is_the_one_of_the_error_code(tmp_path: Path) -> None:
 
     assert failed.returncode == 3
     assert "which_job" in failed.stderr
-    assert CATALOGUE["which_job"].remedy in " ".join(failed.stderr.split())
+    assert catalogue()["which_job"].remedy in " ".join(failed.stderr.split())
 
 
 def test_every_command_that_shows_something_can_show_it_to_a_program() -> None:

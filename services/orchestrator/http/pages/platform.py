@@ -25,8 +25,7 @@ from services.orchestrator.http.platform import attention_list, replica_document
 from services.orchestrator.job_records import JobFilter, page_of_jobs
 from services.orchestrator.replicas import POOLS, published_versions
 from spo import api, redis_keys
-from spo.error_codes import CATALOGUE
-from spo.errors import InvalidInput, NotFound
+from spo.errors import InvalidInput, NotFound, catalogue
 from spo.spec.job_spec import SourceName
 
 router = APIRouter()
@@ -327,12 +326,12 @@ def _title(file: PathlibPath) -> str:
 @errors_router.get("")
 def show_codes(request: Request) -> Response:
     """All codes."""
-    return show(request, "errors/codes.html", title="Error codes", entries=CATALOGUE)
+    return show(request, "errors/codes.html", title="Error codes", entries=catalogue())
 
 
 @errors_router.get("/{code}")
 def show_code(request: Request, code: str) -> Response:
     """One code."""
-    if code not in CATALOGUE:
+    if code not in catalogue():
         raise NotFound("there is no such error code")
-    return show(request, "errors/codes.html", title=code, entries={code: CATALOGUE[code]})
+    return show(request, "errors/codes.html", title=code, entries={code: catalogue()[code]})

@@ -23,8 +23,7 @@ from services.orchestrator.auth import REMEMBER_SECONDS, SCOPES, Principal, need
 from services.orchestrator.container import AppContext
 from services.orchestrator.http import events as live
 from services.orchestrator.settings import Settings
-from spo.error_codes import CATALOGUE
-from spo.errors import InvalidInput
+from spo.errors import InvalidInput, catalogue
 from spo.spec.section import JobState
 from spo.testing.runs import distilled
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
@@ -85,7 +84,7 @@ def test_the_type_of_a_refusal_leads_to_its_entry_without_a_key(door: Door) -> N
     page = door.ask("GET", refused["type"], "wrong")
 
     assert page.status_code == 200
-    assert CATALOGUE["unauthorized"].remedy.partition("`")[0] in page.text
+    assert catalogue()["unauthorized"].remedy.partition("`")[0] in page.text
     assert "rate_limited" in door.ask("GET", "/errors", "wrong").text
     assert refusal(door.ask("GET", "/errors/made_up", "wrong")) == (404, "not_found")
     assert refusal(door.ask("GET", "/errorsome", "wrong")) == (401, "unauthorized")

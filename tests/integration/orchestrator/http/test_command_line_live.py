@@ -16,7 +16,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.leases import report_writes
 from spo import redis_keys
 from spo.client import Client
-from spo.error_codes import CATALOGUE
+from spo.errors import catalogue
 from spo.testing.peers import ServiceDoubles
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
@@ -139,7 +139,7 @@ def test_what_the_server_refuses_comes_with_what_to_do(url: str, document: dict[
     refused = spo(url, "weights", "rollback", job_id, "7")
 
     assert refused.returncode in (4, 5)
-    assert any(entry.remedy in " ".join(refused.stderr.split()) for entry in CATALOGUE.values())
+    assert any(entry.remedy in " ".join(refused.stderr.split()) for entry in catalogue().values())
 
 
 def test_why_a_job_failed_is_told(url: str, context_with_key: AppContext, document: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def test_why_a_job_failed_is_told(url: str, context_with_key: AppContext, docume
 
     assert watched.returncode == 7
     assert "failed the source human has [nothing] to give (source_empty)" in watched.stderr
-    assert CATALOGUE["source_empty"].remedy in " ".join(watched.stderr.split())
+    assert catalogue()["source_empty"].remedy in " ".join(watched.stderr.split())
 
 
 def test_an_ended_jobs_policy_cannot_be_asked_and_why(
