@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from spo.api.experience import KnownLog
 from spo.cli.jobs import JobId, LimitOption, OutputOption, api
 from spo.client.models import FileFormat, ImportOptions, JsonObject, PruneKeywords, Source
 from spo.console import Output, console, print_document, print_entry, print_rows
 from spo.errors import IntegrityError, InvalidInput
-from spo.experience.known_logs import KnownLog
 from spo.spec.section import read_spec
 from spo.weights.model_folders import write_export
 from spo.weights.store import WeightStore

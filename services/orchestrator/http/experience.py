@@ -29,9 +29,9 @@ from services.orchestrator.datasets import Dataset
 from services.orchestrator.scoring import RequestedImport, import_rows
 from services.orchestrator.stored_experience import Rejudging, exported
 from spo import api
+from spo.api.experience import KNOWN_LOGS, KnownLog
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, NotReady, storage_faults_named
 from spo.experience.imports import ImportTerms, UploadFormat
-from spo.experience.known_logs import KNOWN_LOGS, KnownLog
 from spo.model.folder import inspect_model_folder
 from spo.spec.job_spec import SourceName, TasksSpec
 from spo.spec.section import violations_of

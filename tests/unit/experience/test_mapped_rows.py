@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from spo.api.experience import KNOWN_LOGS, KnownLog
 from spo.errors import InvalidInput
 from spo.experience.imports import UploadedRow, check_mapping, mapped
-from spo.experience.known_logs import KNOWN_LOGS, KnownLog
 
 CHAT = {
     "request": {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2?"}]},
