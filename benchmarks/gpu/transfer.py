@@ -72,7 +72,7 @@ def measure(dry_run: bool) -> dict[str, object]:
 
 def _sender(transport: str) -> subprocess.Popen[str]:
     """The process that a trainer starts; over NCCL on the first device."""
-    command = [sys.executable, "-m", "spo.weights.broadcast_sender", "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-m", "spo.weights.broadcast", "--host", "127.0.0.1", "--port", "0"]
     device = {"CUDA_VISIBLE_DEVICES": "0"} if transport == "nccl" else {}
     return subprocess.Popen(
         [*command, "--transport", transport],

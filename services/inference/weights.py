@@ -55,6 +55,7 @@ from spo.model.folder import (
 from spo.spec.job_spec import LoraSpec
 from spo.v1.weights_pb2 import BroadcastOffer
 from spo.weights.broadcast import (
+    NCCL_BUFFER_BYTES,
     BroadcastFailed,
     DigestCheck,
     GlooGroup,
@@ -295,14 +296,12 @@ class PolicyWeightTransfer(WeightTransferEngine[JoinInit, NewWeights]):
         if joined.transport == GLOO:
             info: WeightTransferInitInfo = GlooInit(self._store, joined, rank, roster.world_size, self._ends)
         else:
-            from spo.weights.nccl_group import BUFFER_BYTES
-
             info = NCCLWeightTransferInitInfo(
                 nccl_unique_id_b64=roster.nccl_id,
                 rank_offset=joined.first_rank,
                 world_size=roster.world_size,
                 packed=True,
-                packed_buffer_size_bytes=BUFFER_BYTES,
+                packed_buffer_size_bytes=NCCL_BUFFER_BYTES,
             )
         self._joined_within_deadline(info)
 

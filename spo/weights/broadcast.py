@@ -9,13 +9,21 @@ Stored weight versions by broadcast, for a trainer and replicas on one network: 
 The files are the record; a broadcast sends a version that is stored already, tensor by tensor in the order of its
 files, and whoever receives it checks the manifest's digests. One transfer is one group: whoever joined in time is in
 it, and any failure ends it for all, who then take the files. No wait in it is without a deadline.
+
+`python -m spo.weights.broadcast` sends stored versions, one after the other, as its parent asks. A process of its own
+beside the trainer: training goes on, and a transfer that hangs is ended by killing it. First it prints the port of its
+store; then it answers each line of JSON on its input, a `Push`, with a line that says how many processes received it,
+or why none did.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
+import os
+import queue
 import socket
 import subprocess
 import sys
@@ -27,6 +35,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,7 +44,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 from ulid import ULID
 
-from spo.errors import IntegrityError
+from spo.errors import IntegrityError, SpoError
 from spo.manifest_folder import FileEntry, Manifest
 from spo.model.folder import open_tensors
 from spo.observability import get_logger
@@ -53,6 +62,8 @@ log = get_logger("broadcast")
 
 # Beyond window and transfer, before a sender that does not answer is killed.
 GRACE_SECONDS = 10.0
+# Tensors travel packed by NCCL; both ends hold two buffers of this size.
+NCCL_BUFFER_BYTES = 256 << 20
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -349,7 +360,7 @@ class Broadcaster:
     def _keep_sender(self) -> None:
         """Run a sender, and another one after it where it died at work."""
         while not self._closed:
-            command = [sys.executable, "-m", "spo.weights.broadcast_sender", "--host", self._host]
+            command = [sys.executable, "-m", "spo.weights.broadcast", "--host", self._host]
             command += ["--port", str(self._wanted_port), "--transport", self.transport]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
                 self._sender = sender
@@ -386,3 +397,137 @@ class Broadcaster:
             log.warning("weights were not broadcast; replicas take the files", version=version, reason=problem)
         elif not problem:
             log.info("weights broadcast", version=version, processes=received)
+
+
+@dataclass(frozen=True)
+class Push:
+    """One version to send: its whole files in the order of its manifest, and to how many receivers.
+
+    window_seconds: how long they may take to join; seconds: how long the transfer may take from there.
+    """
+
+    key: str
+    manifest: Manifest
+    files: list[str]
+    receivers: int
+    window_seconds: float
+    seconds: float
+
+
+def send(store: Store, host: str, transport: str, push: Push) -> int:
+    """Send one version to whoever joins in time; returns how many processes have it. Raises BroadcastFailed."""
+    headers = tuple(header_of(Path(path)) for path in push.files)
+    layouts = [layout(header) for header in headers]
+    receivers = gather(store, push.key, push.receivers, push.window_seconds)
+    nccl_id = new_nccl_id() if transport == "nccl" and receivers else ""
+    roster = Roster(receivers + 1, push.manifest, headers, nccl_id, push.seconds)
+    store.set(f"{push.key}/roster", roster.encode())
+    try:
+        if not receivers:
+            return 0
+        ends = time.monotonic() + push.seconds
+        group: SenderGroup
+        if nccl_id:
+            group = NcclSender(nccl_id, roster.world_size)
+        else:
+            group = GlooGroup(store, push.key, 0, roster.world_size, address=host, ends=ends)
+        try:
+            group.send(
+                tensor
+                for path, tensors in zip(push.files, layouts, strict=True)
+                for tensor in stored_tensors(Path(path), tensors)
+            )
+            # Only then may this end of the group go.
+            return await_done(store, push.key, receivers, ends)
+        finally:
+            group.destroy()
+    finally:
+        # Who comes from now on reads that there is no place, and the headers are not kept.
+        store.set(f"{push.key}/roster", Roster(0, {}, (), "", 0.0).encode())
+
+
+class SenderGroup(Protocol):
+    """Rank 0's end of one transfer."""
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """Broadcast tensors of CPU memory in order."""
+
+    def destroy(self) -> None:
+        """Leave the group."""
+
+
+class NcclSender:
+    """Rank 0 of one transfer by vLLM's own NCCL transfer, on this process's first device; needs vLLM.
+
+    NCCL itself waits without a deadline: receivers abort their end by theirs, and this process is killed by its parent.
+    """
+
+    # vLLM is imported on machines with GPUs alone: a trainer elsewhere does without it.
+    def __init__(self, nccl_id: str, world_size: int) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+        self._group = uid_init_process_group(
+            b64decode(nccl_id), 0, world_size, torch.accelerator.current_device_index()
+        )
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """Broadcast tensors of CPU memory, packed."""
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        packed_nccl_broadcast_producer(
+            iterator=(("", tensor) for tensor in tensors),
+            group=self._group,
+            src=0,
+            post_iter_func=lambda item: item[1].cuda(),
+            buffer_size_bytes=NCCL_BUFFER_BYTES,
+        )
+
+    def destroy(self) -> None:
+        """Leave the group."""
+        self._group.destroy()
+
+
+def new_nccl_id() -> str:
+    """A unique id for one group, in base64."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    return b64encode(bytes(NCCLLibrary().ncclGetUniqueId().internal)).decode()
+
+
+def _lines_of_parent() -> queue.SimpleQueue[str]:
+    """What the parent writes; when the parent is gone this process ends, in the middle of a transfer too."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def main() -> int:
+    """The sender's process; returns its exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--transport", choices=("gloo", "nccl"), required=True)
+    arguments = parser.parse_args()
+    store, port = serve(arguments.host, arguments.port)
+    if arguments.transport == "nccl":
+        # Before the first transfer: it takes seconds.
+        new_nccl_id()
+    print(json.dumps({"port": port}), flush=True)
+    for line in iter(_lines_of_parent().get, ""):
+        push = Push(**json.loads(line))
+        try:
+            answer: dict[str, object] = {"received": send(store, arguments.host, arguments.transport, push)}
+        except (BroadcastFailed, SpoError, OSError, RuntimeError) as error:
+            answer = {"received": 0, "problem": str(error)}
+        print(json.dumps(answer), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

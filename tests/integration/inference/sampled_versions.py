@@ -33,8 +33,7 @@ def receive(engine: Any, request: dict[str, Any]) -> None:
     """Version 1, sent by a thread as a trainer's sender would."""
     from services.inference.weights import reached
     from spo.v1.weights_pb2 import BroadcastOffer
-    from spo.weights.broadcast import serve
-    from spo.weights.broadcast_sender import Push, send
+    from spo.weights.broadcast import Push, send, serve
     from spo.weights.store import digest_of
 
     store, port = serve("127.0.0.1", 0)

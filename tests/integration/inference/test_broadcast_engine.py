@@ -13,9 +13,8 @@ from services.inference.weights import Weights
 from spo.testing.peers import wait_until
 from spo.testing.trainer import random_llama
 from spo.v1.weights_pb2 import BroadcastOffer
-from spo.weights import broadcast_sender
-from spo.weights.broadcast import serve
-from spo.weights.broadcast_sender import Push, send
+from spo.weights import broadcast
+from spo.weights.broadcast import Push, send, serve
 from tests.integration.inference import test_engine
 from tests.integration.inference.test_engine import (
     RUN,
@@ -41,9 +40,9 @@ def sent(served: Served, version: int, *, tensors: int | None = None) -> tuple[W
     def work() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if tensors is not None:
-                whole = broadcast_sender.stored_tensors
-                patch.setattr(broadcast_sender, "stored_tensors", lambda *file: islice(whole(*file), tensors))
-                patch.setattr(broadcast_sender, "await_done", lambda *_: 0)
+                whole = broadcast.stored_tensors
+                patch.setattr(broadcast, "stored_tensors", lambda *file: islice(whole(*file), tensors))
+                patch.setattr(broadcast, "await_done", lambda *_: 0)
             send(store, "127.0.0.1", "gloo", push)
 
     thread = threading.Thread(target=work)

@@ -36,7 +36,7 @@ class Sender:
     """The process that a trainer starts."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "spo.weights.broadcast_sender", "--host", HOST, "--port", "0"]
+        command = [sys.executable, "-m", "spo.weights.broadcast", "--host", HOST, "--port", "0"]
         self.process = subprocess.Popen(
             [*command, "--transport", "gloo"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

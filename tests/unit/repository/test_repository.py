@@ -25,7 +25,7 @@ SHARED_CLASS_NAMES = frozenset({"Settings"})
 STREAM_METHODS = frozenset({"xadd", "xreadgroup", "xack", "xautoclaim", "xclaim", "xgroup_create"})
 # Heavy package -> the places that know it; of vLLM's weight transfer a trainer has the other end.
 ENGINES = {
-    "vllm": ("services/inference", "spo/weights/nccl_group.py", "spo/model/tool_calls.py"),
+    "vllm": ("services/inference", "spo/weights/broadcast.py", "spo/model/tool_calls.py"),
     "deepspeed": ("services/trainer/deepspeed_engine.py", "services/trainer/deepspeed_fields.py"),
 }
 LIGHT_MODULES = (
