@@ -2,7 +2,7 @@
 speaks against its plan.
 
 Whether a job's model can serve its prompts: found out before the job takes a place, not by the engine's death.
-The facts of config.json are compared here. Tokenizer and chat template are run by `spo.model.check_tokenizer`, a
+The facts of config.json are compared here. Tokenizer and chat template are run by `spo.model.check_model`, a
 confined process; what it found is remembered by content, so submitting a spec again costs nothing.
 
 What speaks against a spec: what nothing learns from, rate, temperature, and the plan on devices of live replicas.
@@ -304,7 +304,7 @@ def checked_prompts(folder: ModelFolder, model: ModelSpec, problems: Sequence[Pr
         "prompts": prompts,
     }
     beside = 0 if model.chat.tool_parser == "auto" else PARSER_CPU_SECONDS
-    found = _ask("check_tokenizer", request, int(beside + CPU_SECONDS + CPU_SECONDS_PER_PROMPT * len(prompts)))
+    found = _ask("tokenizer", request, int(beside + CPU_SECONDS + CPU_SECONDS_PER_PROMPT * len(prompts)))
     _remember(key, found)
     return found
 
@@ -330,7 +330,7 @@ def name_faults(folder: ModelFolder, *, adapter: bool) -> list[FieldViolation]:
     with _lock:
         known = _remembered.get(key)
     if known is None:
-        known = _ask("check_names", {"folder": str(folder.path), "adapter": adapter}, NAMES_CPU_SECONDS)
+        known = _ask("names", {"folder": str(folder.path), "adapter": adapter}, NAMES_CPU_SECONDS)
         _remember(key, known)
     return list(known.faults)
 
@@ -355,7 +355,7 @@ def _content(folder: ModelFolder, model: ModelSpec, prompt_ids: Sequence[str]) -
 
 
 def _ask(work: str, request: dict[str, object], cpu_seconds: int) -> CheckedPrompts:
-    command = [sys.executable, "-m", f"spo.model.{work}", str(cpu_seconds)]
+    command = [sys.executable, "-m", "spo.model.check_model", work, str(cpu_seconds)]
     # Without our secrets, and without the network.
     environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -376,7 +376,7 @@ def _ask(work: str, request: dict[str, object], cpu_seconds: int) -> CheckedProm
         report = json.loads(lines[-1])
         faults = tuple(FieldViolation(pointer, message) for pointer, message in report["faults"])
         return CheckedPrompts(faults, dict(report["too_long"]))
-    tried = "its tokenizer or chat template" if work == "check_tokenizer" else "its config.json"
+    tried = "its tokenizer or chat template" if work == "tokenizer" else "its config.json"
     return CheckedPrompts((FieldViolation("/model/path", _why_it_died(tried, ran, lines, cpu_seconds)),), {})
 
 

@@ -58,7 +58,7 @@ WEIGHTS_FILE = "model.safetensors"
 GENERATION_FILE = "generation_config.json"
 # With it, libraries load weights from whatever place it names.
 ADAPTER_FILE = "adapter_config.json"
-# Read by libraries that have a process of their own for it (`check_tokenizer`): too large to be parsed here.
+# Read by libraries that have a process of their own for it (`check_model`): too large to be parsed here.
 LARGE_FILES = frozenset({"tokenizer.json", "vocab.json"})
 JSON_BYTES_MAXIMUM = 16 << 20
 TOKENIZER_BYTES_MAXIMUM = 64 << 20

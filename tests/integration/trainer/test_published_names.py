@@ -16,7 +16,7 @@ from services.trainer.learner import Policy
 from services.trainer.ranks import Ranks
 from services.trainer.weights import NewVersion, store_weights, take_weights
 from spo.errors import InvalidInput
-from spo.model import check_names
+from spo.model.check_model import check_names
 from spo.model.folder import ALL_LINEAR, ONE_NAME, adapted_layers, inspect_model_folder, tensor_shapes
 from spo.model.folder_names import FolderNames, tensors_of
 from spo.model.logprobs import load_policy
@@ -131,11 +131,11 @@ def test_a_folder_whose_versions_engines_would_refuse_is_refused(
     folder = write_family(tmp_path / "model", "qwen3_moe")
     save_file(spoil(stored_of(folder)), folder / "model.safetensors", metadata={"format": "pt"})
 
-    found = check_names.check({"folder": str(folder), "adapter": False})["faults"]
+    found = check_names({"folder": str(folder), "adapter": False})["faults"]
 
     assert [pointer for pointer, _ in found] == (["/model/path"] if reason else [])
     assert reason in "".join(message for _, message in found)
-    assert not check_names.check({"folder": str(folder), "adapter": True})["faults"]
+    assert not check_names({"folder": str(folder), "adapter": True})["faults"]
 
 
 def test_the_orchestrator_refuses_by_pointer_what_cannot_be_built_or_published(tmp_path: Path) -> None:

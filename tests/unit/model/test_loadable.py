@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from spo.errors import InvalidInput
-from spo.model.check_tokenizer import weight_faults
+from spo.model.check_model import weight_faults
 from spo.model.folder import inspect_model_folder
 from spo.testing.runs import write_model_without_weights
 

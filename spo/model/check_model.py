@@ -1,9 +1,12 @@
-"""Loads a tokenizer and renders prompts that nobody vouches for: `python -m spo.model.check_tokenizer < request`.
+"""Looks at what nobody vouches for of a model: `python -m spo.model.check_model tokenizer|names CPU_SECONDS < request`.
 
-A process of its own, confined in memory and time: what a hostile tokenizer or chat template does to its reader ends
-here. The request is one JSON object: folder, max_prompt_tokens, vocabulary (of the model; null: unknown), chat (fields
-of a ChatFormat), prompts (pairs of an id and a text). Prints a JSON object per line: stages as they begin, at last what
-`check` returns.
+A process of its own, confined in memory and time: what a hostile tokenizer, chat template or config.json does to its
+reader ends here. Prints a JSON object per line: stages as they begin, at last what was found.
+
+    tokenizer   loads it and renders prompts. The request is one JSON object: folder, max_prompt_tokens, vocabulary (of
+                the model; null: unknown), chat (fields of a ChatFormat), prompts (pairs of an id and a text)
+    names       whether engines would take what is published of the model, which is built without memory for its
+                weights. The request: folder, adapter (whether that alone is published)
 
 Whether a model folder holds a causal language model that can be loaded, as far as its files tell without torch.
 """
@@ -138,12 +141,14 @@ def _values_not_finite(headers: dict[Path, tuple[dict[str, Any], int]]) -> Itera
 
 
 MEMORY_BYTES = 4 << 30
+# With a GPU's libraries torch maps several times what it uses.
+NAMES_MEMORY_BYTES = 24 << 30
 LONGEST_ID = 24
 ANSWER_BYTES = 256 << 20
 MODEL = "/model/path"
 
 
-def check(request: dict[str, Any]) -> dict[str, Any]:
+def check_tokenizer(request: dict[str, Any]) -> dict[str, Any]:
     """What is wrong: `faults`, and `too_long`: pairs of the id of a prompt that is over the limit and its tokens."""
     from spo.model.chat import USUAL, ChatFormat
     from spo.model.tokenizer import encode_prompt, reasoning_fault
@@ -241,34 +246,69 @@ def _tokenizer_faults(tokenizer: PreTrainedTokenizerBase, vocabulary: int | None
     return faults
 
 
+def check_names(request: dict[str, Any]) -> dict[str, Any]:
+    """What is wrong: `faults`, as `check_tokenizer` finds them."""
+    tell("transformers is loaded")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from spo.model.folder import inspect_model_folder, tensor_shapes
+    from spo.model.folder_names import FolderNames, read_as
+    from spo.model.logprobs import attention_for
+
+    try:
+        folder = inspect_model_folder(request["folder"])
+        tell("the model is built from its config.json")
+        config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
+        with torch.device("meta"):
+            kernel = attention_for(folder.config, packing=True)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=kernel)
+        tell("its names are compared with those of its folder")
+        if not request["adapter"]:
+            shapes = tensor_shapes(folder.safetensors_files)
+            FolderNames(read_as(model, shapes)).check(shapes)
+    except SpoError as error:
+        return {"faults": [[MODEL, error.message]], "too_long": []}
+    except Exception as error:
+        # A config.json is wrong in whatever way the library finds.
+        kind = f"{type(error).__name__}: {error}"
+        return {
+            "faults": [[MODEL, f"the trainer cannot build it as a causal language model: {kind}"[:300]]],
+            "too_long": [],
+        }
+    return {"faults": [], "too_long": []}
+
+
 def tell(stage: str) -> None:
     """What begins now; the last such line tells what a process was at that had to be ended."""
     print(json.dumps({"stage": stage}), flush=True)
-
-
-def answer(work: Callable[[dict[str, Any]], dict[str, Any]], cpu_seconds: str, memory_bytes: int) -> int:
-    """Confine this process and do the work of the request on standard input; returns the exit status."""
-    # It has nothing to write but its answer.
-    limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: ANSWER_BYTES}
-    for limit, most in limits.items():
-        resource.setrlimit(limit, (most, most))
-    # Its end says which limit it was: SIGXCPU, as long as the harder limit is above.
-    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_seconds), int(cpu_seconds) + 5))
-    print(json.dumps(work(json.load(sys.stdin))), flush=True)
-    return 0
-
-
-def main(cpu_seconds: str) -> int:
-    """Answer the request on standard input; returns the exit status."""
-    return answer(_checked, cpu_seconds, MEMORY_BYTES)
 
 
 def _checked(request: dict[str, Any]) -> dict[str, Any]:
     if request["chat"]["tool_parser"] == "auto":
         # Tokenizers do without, and it would cost most of the time and the memory; vLLM's parsers do not.
         sys.modules["torch"] = None  # type: ignore[assignment]
-    return check(request)
+    return check_tokenizer(request)
+
+
+_WORK: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], int]] = {
+    "tokenizer": (_checked, MEMORY_BYTES),
+    "names": (check_names, NAMES_MEMORY_BYTES),
+}
+
+
+def main(work: str, cpu_seconds: str) -> int:
+    """Confine this process and do the work of the request on standard input; returns the exit status."""
+    call, memory_bytes = _WORK[work]
+    # It has nothing to write but its answer.
+    limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: ANSWER_BYTES}
+    for limit, most in limits.items():
+        resource.setrlimit(limit, (most, most))
+    # Its end says which limit it was: SIGXCPU, as long as the harder limit is above.
+    resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_seconds), int(cpu_seconds) + 5))
+    print(json.dumps(call(json.load(sys.stdin))), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:3]))
