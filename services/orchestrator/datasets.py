@@ -81,7 +81,7 @@ class FileFault(TypedDict):
 
 
 class FileReport(TypedDict):
-    """What `spo.tasks.check_file` prints; a file that could not be read has only the required counts."""
+    """What `spo.tasks.load` prints; a file that could not be read has only the required counts."""
 
     rows: int
     problems: int
@@ -97,9 +97,9 @@ class FileReport(TypedDict):
 
 
 def report_on(file: Path, task_format: str) -> tuple[FileReport, str]:
-    """The report of `spo.tasks.check_file` and the file's blake3."""
+    """The report of `spo.tasks.load` and the file's blake3."""
     digest = file_digest(file)
-    command = [sys.executable, "-m", "spo.tasks.check_file", str(file), task_format]
+    command = [sys.executable, "-m", "spo.tasks.load", str(file), task_format]
     # Without our secrets.
     environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
     environment |= {"ARROW_DEFAULT_MEMORY_POOL": "system", "ARROW_IO_THREADS": "1", "OMP_NUM_THREADS": "1"}

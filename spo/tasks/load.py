@@ -6,6 +6,11 @@ Copies in other words share their tests; copies with other tests share their wor
 
 The baseline probe: which training problems a model never solves, always solves, or can learn from.
 Asked for on the command line and on the submit page; a probe is a job of no steps.
+
+`python -m spo.tasks.load FILE FORMAT` reports on every row of a task file that nobody vouches for, in a process of its
+own, confined in memory and time. Prints one JSON object: rows, problems, left_out (rows that no judge here can decide),
+duplicates, tests, answers (problems that an answer solves), with_solutions, difficulties, faults (the first thousand,
+all those of a row), faults_total and notes (what was not looked at, and why).
 """
 
 from __future__ import annotations
@@ -14,22 +19,24 @@ import heapq
 import json
 import math
 import re
+import resource
+import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from blake3 import blake3
 
 from spo.errors import FieldViolation, InvalidInput
 from spo.spec.job_spec import TasksSpec
 from spo.spec.tasks import RETRY_WITH_ERRORS, ConversationSetup, EnvironmentSpec
-from spo.tasks.mathematics import require_readable
+from spo.tasks.mathematics import require_readable, unreadable
 from spo.tasks.problem import INSTRUCTION, Problem, TaskSets
-from spo.tasks.records import ProblemRow, Record, jsonl_problem, read_jsonl
+from spo.tasks.records import ProblemRow, Record, jsonl_problem, read_jsonl, read_records
 from spo.tasks.sources import (
     CodeContestsRecord,
     TacoRecord,
@@ -45,6 +52,16 @@ from spo.tasks.sources import (
 )
 from spo.tasks.toy import toy_tasks
 from spo.tasks.verifier import decided_by
+
+CHECK_MEMORY_BYTES = 4 << 30
+CHECK_CPU_SECONDS = 3600
+SHOWN_FAULTS = 1000
+SHOWN_DIFFICULTIES = 50
+_CHECK_LIMITS = {
+    resource.RLIMIT_AS: CHECK_MEMORY_BYTES,
+    resource.RLIMIT_CPU: CHECK_CPU_SECONDS,
+    resource.RLIMIT_CORE: 0,
+}
 
 SHINGLE_WORDS = 3
 # One or two shared tests happen by chance in problems about small numbers.
@@ -630,3 +647,65 @@ def histogram_lines(found: Learnability) -> list[str]:
         f"{index / BINS:.1f} to {(index + 1) / BINS:.1f} {count:6d} {'#' * math.ceil(BAR * count / most)}"
         for index, count in enumerate(found.histogram)
     ]
+
+
+def check_file(file: Path, task_format: str) -> dict[str, Any]:
+    """The report on a file that is read as task_format."""
+    columns, problem_of = PARSERS[task_format]
+    counts: Counter[str] = Counter()
+    difficulties: Counter[str] = Counter()
+    faults: list[dict[str, str]] = []
+    seen: set[str] = set()
+    answered: list[Problem] = []
+
+    def note(error: InvalidInput) -> None:
+        for violation in error.violations:
+            counts["faults_total"] += 1
+            place, _, message = violation.message.removeprefix(f"{file}").removeprefix(", ").partition(": ")
+            if len(faults) < SHOWN_FAULTS:
+                faults.append({"place": place or "the file", "message": message[:500]})
+
+    try:
+        for record in read_records(file, columns, on_fault=note):
+            counts["rows"] += 1
+            try:
+                problem = problem_of(record)
+            except InvalidInput as error:
+                note(error)
+                continue
+            if problem is None:
+                counts["left_out"] += 1
+                continue
+            counts["duplicates"] += problem.row_digest in seen
+            seen.add(problem.row_digest)
+            counts["tests"] += len(problem.tests.tests)
+            counts["answers"] += problem.tests.HasField("answer")
+            if problem.tests.HasField("answer"):
+                answered.append(problem)
+            counts["with_solutions"] += bool(problem.human_solutions)
+            difficulties[problem.difficulty or "unknown"] += 1
+    except InvalidInput as error:
+        note(error)
+    unread, not_looked_at = unreadable(answered)
+    if unread:
+        note(InvalidInput("unreadable", violations=tuple(FieldViolation("", fault) for fault in unread)))
+    names = ("rows", "left_out", "duplicates", "tests", "answers", "with_solutions", "faults_total")
+    return {
+        **{name: counts[name] for name in names},
+        "problems": len(seen),
+        "difficulties": dict(difficulties.most_common(SHOWN_DIFFICULTIES)),
+        "faults": faults,
+        "notes": [not_looked_at] if not_looked_at else [],
+    }
+
+
+def main(path: str, task_format: str) -> int:
+    """Print the report; returns the exit status."""
+    for limit, most in _CHECK_LIMITS.items():
+        resource.setrlimit(limit, (most, most))
+    print(json.dumps(check_file(Path(path), task_format)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:3]))

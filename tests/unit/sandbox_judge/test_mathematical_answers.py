@@ -14,8 +14,7 @@ from services.sandbox_judge.jail.scores_child import Refused, _mathematics
 from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec
 from spo.tasks import mathematics
-from spo.tasks.check_file import check_file
-from spo.tasks.load import load_tasks
+from spo.tasks.load import check_file, load_tasks
 
 # An expected answer as MATH writes it, and answers that say the same.
 SAME: dict[str, list[str]] = {

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from spo.errors import InvalidInput
 from spo.tasks.answer import answer_in, fault_of, number_of
-from spo.tasks.check_file import check_file
+from spo.tasks.load import check_file
 from spo.tasks.records import AnswerRow, Record, jsonl_problem
 from spo.v1.verdict_pb2 import AnswerRule
 

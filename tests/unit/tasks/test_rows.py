@@ -11,8 +11,7 @@ import pytest
 
 from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec
-from spo.tasks.check_file import check_file
-from spo.tasks.load import load_tasks
+from spo.tasks.load import check_file, load_tasks
 from spo.tasks.records import FAULTS_PER_FILE, FAULTS_PER_ROW, read_jsonl
 from spo.v1.verdict_pb2 import AnswerComparison, CodeTestStyle
 
