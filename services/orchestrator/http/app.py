@@ -49,8 +49,13 @@ from services.orchestrator.http.platform import (
 )
 from services.orchestrator.http.serving import capture_router, continual_router, router as served_models_router
 from services.orchestrator.http.tinker import router as tinker_router
-from services.orchestrator.http.training import evaluations_router, policies_router, router as training_router
-from services.orchestrator.http.trajectories import router as trajectories_router, values_router
+from services.orchestrator.http.training import (
+    evaluations_router,
+    policies_router,
+    router as training_router,
+    trajectories_router,
+    values_router,
+)
 from services.orchestrator.job_records import legal_transitions
 from spo.errors import Unreachable
 from spo.messaging.redis_client import open_async_server

@@ -38,8 +38,7 @@ from services.orchestrator.http.jobs import (
     submit_job,
 )
 from services.orchestrator.http.platform import replica_documents
-from services.orchestrator.http.training import checkpoint_documents, version_documents
-from services.orchestrator.http.trajectories import trajectory_page
+from services.orchestrator.http.training import checkpoint_documents, trajectory_page, version_documents
 from services.orchestrator.job_records import JobFilter
 from services.orchestrator.jobs import find_jobs
 from services.orchestrator.leases import evaluation_results, training_series

@@ -21,7 +21,7 @@ from services.orchestrator.container import (
 )
 from services.orchestrator.http.errors import is_part, show
 from services.orchestrator.http.jobs import job_document
-from services.orchestrator.http.trajectories import (
+from services.orchestrator.http.training import (
     REPLAY_SECONDS,
     TrajectoryFilter,
     prompt_document,
