@@ -10,9 +10,9 @@ import pytest
 import redis
 from ulid import ULID
 
-from services.orchestrator import leftovers, redis_keys as own_keys
+from services.orchestrator import deletion, redis_keys as own_keys
 from services.orchestrator.container import AppContext
-from services.orchestrator.leftovers import LEFTOVER_SECONDS, Leftovers
+from services.orchestrator.deletion import LEFTOVER_SECONDS, Leftovers
 from spo import redis_keys
 
 
@@ -144,8 +144,8 @@ def test_files_that_belong_to_somebody_stay(
 def test_many_keys_are_looked_at_some_at_a_time(
     context: AppContext, redis_client: redis.Redis, clock: Hours, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leftovers, "KEYS_PER_READ", 10)
-    monkeypatch.setattr(leftovers, "READS_PER_ROUND", 3)
+    monkeypatch.setattr(deletion, "KEYS_PER_READ", 10)
+    monkeypatch.setattr(deletion, "READS_PER_ROUND", 3)
     context.watch.look()
     jobs = [f"job_{ULID()}" for _ in range(50)]
     for job_id in jobs:
