@@ -12,11 +12,12 @@ import queue
 import threading
 import uuid
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import extension_schemas
 import jsonschema
-import kubernetes_validate
+import kubernetes_validate.utils
 
 Object = dict[str, Any]
 
@@ -37,6 +38,9 @@ EXTENSIONS = {
     "gateway.networking.k8s.io/v1": "httproutes:HTTPRoute",
     "jobset.x-k8s.io/v1alpha2": "jobsets:JobSet",
 }
+# Once for all objects: the library reads two megabytes of schemas, and the names of all versions, for each of them.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
+kubernetes_validate.utils.all_versions = cache(kubernetes_validate.utils.all_versions)
 IMMUTABLE = {
     "Deployment": ("selector",),
     "StatefulSet": ("selector", "serviceName", "volumeClaimTemplates"),

@@ -39,12 +39,12 @@ class Helm:
         """Install and return the rendered objects."""
         action = helm_sdkpy.Install(self._configuration())
         release = asyncio.run(action.run(RELEASE, str(CHART), values or {}, timeout=60, server_side_apply=True))
-        return [document for document in yaml.safe_load_all(release["manifest"]) if document]
+        return [document for document in yaml.load_all(release["manifest"], yaml.CSafeLoader) if document]
 
     def upgrade(self, values: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         action = helm_sdkpy.Upgrade(self._configuration())
         release = asyncio.run(action.run(RELEASE, str(CHART), values or {}, timeout=60, reset_values=True))
-        return [document for document in yaml.safe_load_all(release["manifest"]) if document]
+        return [document for document in yaml.load_all(release["manifest"], yaml.CSafeLoader) if document]
 
     def test(self) -> dict[str, Any]:
         return asyncio.run(helm_sdkpy.ReleaseTest(self._configuration()).run(RELEASE))

@@ -14,7 +14,7 @@ Object = dict[str, Any]
 def decoded(body: bytes) -> Object:
     """A request's object: YAML or JSON, or protobuf, which Helm's typed clients send for its release Secrets."""
     if not body.startswith(b"k8s\0"):
-        document: Object = yaml.safe_load(body)
+        document: Object = yaml.load(body, yaml.CSafeLoader)
         return document
     envelope = dict(_fields(body[4:]))
     type_meta = dict(_fields(envelope[1]))

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import httpx
 
+from spo.local.warm_parent import WarmProcess
 from spo.testing.peers import ServiceDoubles, wait_until
+from tests.support.warm_services import start_warm
 
 START_SECONDS = 60
 
@@ -35,9 +37,12 @@ class OrchestratorProcess:
         }
         # What the process is started by, for example bubblewrap.
         self.prefix: tuple[str, ...] = ()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | WarmProcess | None = None
 
-    def launch(self) -> subprocess.Popen[bytes]:
+    def launch(self) -> subprocess.Popen[bytes] | WarmProcess:
+        if not self.prefix:
+            self.process = start_warm("services.orchestrator", self.environment, self.log)
+            return self.process
         with self.log.open("ab") as log:
             command = [*self.prefix, sys.executable, "-m", "services.orchestrator"]
             self.process = subprocess.Popen(command, env=self.environment, stderr=log)

@@ -21,14 +21,19 @@ from spo.testing.peers import wait_until
 from tests.support.budget import charge_to_nobody
 
 LOADED_SECONDS = 240
+MODELS = tuple(module for service in WARM_MODULES.values() for module in service)
+# Of the orchestrator, which needs none of the models' libraries: four seconds of every start.
+ORCHESTRATOR = ("services.orchestrator.service", "services.orchestrator.http.app")
 
 
 @cache
-def warm_parent() -> WarmParent:
-    """The one of this process, begun at first use, ready. Call it from the thread that runs the tests."""
+def warm_parent(modules: tuple[str, ...] = MODELS) -> WarmParent:
+    """The one of this process with these modules, begun at first use, ready.
+
+    Call it from the thread that runs the tests.
+    """
     folder = Path(tempfile.mkdtemp(prefix="spo-warm-"))
     threads = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TOKENIZERS_PARALLELISM": "false"}
-    modules = tuple(module for service in WARM_MODULES.values() for module in service)
     parent = WarmParent(modules, {**os.environ, **threads}, folder / "warm-parent.log")
     parent.begin()
     atexit.register(parent.close)
@@ -42,7 +47,7 @@ def warm_parent() -> WarmParent:
 
 def start_warm(module: str, environment: Mapping[str, str], log_path: Path) -> WarmProcess:
     """`python -m module` with this environment and no other; its output is appended to log_path."""
-    parent = warm_parent()
+    parent = warm_parent(ORCHESTRATOR if module == "services.orchestrator" else MODELS)
     process = parent.start(module, environment, log_path)
     assert process is not None, "the libraries' process has ended, its log says why"
     return process

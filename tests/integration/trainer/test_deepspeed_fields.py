@@ -78,10 +78,11 @@ def test_the_operation_that_is_left_out_has_its_name() -> None:
     assert SHARED_MEMORY_OP in deepspeed.ops.__compatible_ops__
 
 
-@pytest.mark.parametrize(("field", "stage"), [(field, stage) for field, stages in FIELDS.items() for stage in stages])
-def test_the_optimiser_of_a_stage_has_the_field(ranks: Ranks, tiny_model_path: Path, field: str, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_optimiser_of_a_stage_has_its_fields(ranks: Ranks, tiny_model_path: Path, stage: int) -> None:
     with engine_for(tiny_model_path, stage) as engine:
-        assert hasattr(engine._optimizer._made, field)
+        made = engine._optimizer._made
+        assert [field for field, stages in FIELDS.items() if stage in stages and not hasattr(made, field)] == []
 
 
 @pytest.mark.parametrize("field", OF_A_CUT_PARAMETER)

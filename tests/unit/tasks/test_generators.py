@@ -12,7 +12,10 @@ from spo.spec.job_spec import TasksSpec
 from spo.tasks.generate import names
 from spo.tasks.load import load_tasks
 from spo.tasks.problem import TaskSets
+from tests.support.budget import sampled
 
+# A process of reasoning-gym for each row takes three seconds: two rows a day, and more where these change.
+SOURCES = ("spo/tasks/generate.py", "spo/tasks/sources.py")
 # These take longer than a second for each problem.
 SLOW = frozenset({"knight_swap", "zebra_puzzles", "intermediate_integration", "puzzle24", "arc_agi"})
 
@@ -59,16 +62,16 @@ def test_a_question_that_both_splits_would_make_is_held_out_only() -> None:
     assert not train & held_out
 
 
-@pytest.mark.parametrize(
-    ("generator", "pointer", "told"),
-    [
-        ({"name": "chain_sums"}, "/tasks/generators/1/name", "did you mean chain_sum"),
-        ({"name": "composite"}, "/tasks/generators/1/name", "reasoning-gym has no data set composite"),
-        ({"name": "gcd", "settings": {"bits": 3}}, "/tasks/generators/1/settings/bits", "gcd has the settings"),
-        ({"name": "gcd", "settings": {"min_numbers": 0}}, "/tasks/generators/1/settings", "gcd cannot be made"),
-        ({"name": "coin_flip", "settings": {"max_trials": 3}}, "/tasks/generators/1", "different problems"),
-    ],
-)
+AT_FAULT = [
+    ({"name": "chain_sums"}, "/tasks/generators/1/name", "did you mean chain_sum"),
+    ({"name": "composite"}, "/tasks/generators/1/name", "reasoning-gym has no data set composite"),
+    ({"name": "gcd", "settings": {"bits": 3}}, "/tasks/generators/1/settings/bits", "gcd has the settings"),
+    ({"name": "gcd", "settings": {"min_numbers": 0}}, "/tasks/generators/1/settings", "gcd cannot be made"),
+    ({"name": "coin_flip", "settings": {"max_trials": 3}}, "/tasks/generators/1", "different problems"),
+]
+
+
+@pytest.mark.parametrize(("generator", "pointer", "told"), sampled(AT_FAULT, 2, lambda _: SOURCES))
 def test_a_generator_at_fault_is_named_by_its_field(generator: dict[str, Any], pointer: str, told: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         made({"name": "lcm"}, generator, train=400)
@@ -94,17 +97,17 @@ def test_all_quick_generators_make_disjoint_splits_that_no_hash_seed_changes(mon
     assert made(*generators, train=2 * len(known), held_out=len(known)) == tasks
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("chain_sum", {"min_terms": 2**40, "max_terms": 2**40}),
-        ("chain_sum", {"max_digits": 10**9}),
-        ("gcd", {"max_numbers": 2**50}),
-        ("letter_counting", {"max_words": 10**8}),
-        ("n_queens", {"n": 10**6}),
-        ("spiral_matrix", {"max_n": 10**7}),
-    ],
-)
+TOO_MUCH: list[tuple[str, dict[str, Any]]] = [
+    ("chain_sum", {"min_terms": 2**40, "max_terms": 2**40}),
+    ("chain_sum", {"max_digits": 10**9}),
+    ("gcd", {"max_numbers": 2**50}),
+    ("letter_counting", {"max_words": 10**8}),
+    ("n_queens", {"n": 10**6}),
+    ("spiral_matrix", {"max_n": 10**7}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), sampled(TOO_MUCH, 2, lambda _: SOURCES))
 def test_settings_that_would_take_all_memory_are_refused_where_they_stand(name: str, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput) as caught:
         made({"name": name, "settings": settings})

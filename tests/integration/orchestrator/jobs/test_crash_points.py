@@ -9,8 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -27,10 +25,12 @@ from services.orchestrator.job_records import fold
 from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.client import Client
+from spo.local.warm_parent import WarmProcess
 from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.v1.value_pb2 import EstimateRequest
 from tests.conftest import free_port
+from tests.support.warm_services import ORCHESTRATOR, start_warm, warm_parent
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ class Executioner:
     """Between an orchestrator and Redis: kills it once before and once after each commit."""
 
     redis_url: str
-    process: subprocess.Popen[bytes] | None = None
+    process: WarmProcess | None = None
     left: Counter[tuple[str, str]] = field(
         default_factory=lambda: Counter((point, when) for point in POINTS for when in ("before", "after"))
     )
@@ -179,15 +179,14 @@ class Restarter:
         while not self.stop.wait(0.05):
             process = self.executioner.process
             if process is None or process.poll() is not None:
-                with self.log.open("ab") as log:
-                    command = [sys.executable, "-m", "services.orchestrator"]
-                    self.executioner.process = subprocess.Popen(command, env=self.environment, stderr=log)
+                self.executioner.process = start_warm("services.orchestrator", self.environment, self.log)
 
 
 @pytest.mark.timeout(300)
 def test_killed_at_every_commit_each_transition_happens_exactly_once(
     redis_server: str, redis_client: redis.Redis, peers: ServiceDoubles, document: dict[str, Any], tmp_path: Path
 ) -> None:
+    warm_parent(ORCHESTRATOR)  # in this thread: it ends with the one that began it
     executioner = Executioner(redis_server)
     jobs = JobStore(redis_client)
     deadline = time.monotonic() + LIFE_SECONDS

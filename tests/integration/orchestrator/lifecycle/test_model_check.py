@@ -212,6 +212,15 @@ def test_what_was_found_is_remembered_by_content(
         context.spec_check.require_possible(parse_job_spec(copied))
 
 
+def test_the_small_model_of_every_test_is_tried_once(
+    context: AppContext, document: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context.spec_check.require_possible(parse_job_spec(document))
+    monkeypatch.setattr(checks, "_ask", lambda *_: pytest.fail("a process was started"))
+
+    context.spec_check.require_possible(parse_job_spec({**document, "model": {"path": str(model(tmp_path))}}))
+
+
 def test_over_rest_it_is_a_problem_with_pointers(api: httpx.Client, document: Document, tmp_path: Path) -> None:
     (model(tmp_path) / "tokenizer.json").write_text("{}")
 
