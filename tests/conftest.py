@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -56,6 +57,11 @@ def plain_tracebacks() -> None:
     """Loggers of code under test that nobody configured: rich would draw the locals of a traceback for minutes."""
     renderer = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(processors=[structlog.processors.add_log_level, renderer])
+
+
+# What an httpx.Client that speaks plain HTTP is given as `verify`: it reads all certificates of authorities otherwise,
+# 40 ms for each client.
+NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def free_port() -> int:

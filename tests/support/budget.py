@@ -167,6 +167,10 @@ class Budget:
         gc.freeze()
         self._costs.next()
 
+    def pytest_sessionfinish(self) -> None:
+        """Let libraries free what they hold when the interpreter ends; some report all else as leaked."""
+        gc.unfreeze()
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
         """Attach the cost to the last of a test's reports, which fails where it is over the budget."""

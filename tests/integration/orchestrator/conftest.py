@@ -26,6 +26,7 @@ from spo.testing.peers import ServiceDoubles, wait_until
 from spo.testing.runs import toy_document, toy_spec, write_model_without_weights
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub, add_OrchestratorServiceServicer_to_server
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
+from tests.conftest import NO_CERTIFICATES
 
 if TYPE_CHECKING:
     from services.trainer.ranks import Ranks
@@ -98,7 +99,7 @@ def serve() -> Iterator[Callable[[AppContext], str]]:
 
 @pytest.fixture
 def api(context: AppContext, serve: Callable[[AppContext], str]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serve(context), timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=serve(context), timeout=30, trust_env=False, verify=NO_CERTIFICATES) as client:
         yield client
 
 

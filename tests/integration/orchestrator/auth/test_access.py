@@ -27,6 +27,7 @@ from spo.errors import InvalidInput, catalogue
 from spo.spec.section import JobState
 from spo.testing.runs import distilled
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
+from tests.conftest import NO_CERTIFICATES
 
 Document = dict[str, Any]
 OPERATOR_KEY = "the-operators-own-key"
@@ -41,7 +42,7 @@ class Door:
 
     def ask(self, method: str, path: str, token: str = OPERATOR_KEY, **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {token}", **options.pop("headers", {})}
-        with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as client:
+        with httpx.Client(base_url=self.url, timeout=30, trust_env=False, verify=NO_CERTIFICATES) as client:
             return client.request(method, path, headers=headers, **options)
 
     def key(self, tenant: str, *scopes: str, **fields: Any) -> str:

@@ -24,6 +24,7 @@ from spo.v1.inference_service_pb2 import DescribeReplicaRequest
 from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer_to_server
+from tests.conftest import NO_CERTIFICATES
 from tests.support.warm_services import start_warm
 
 KEY = "the-operators-own-key"
@@ -42,7 +43,7 @@ class Counter:
 
     def ask(self, method: str, path: str, token: str = KEY, **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {token}", **options.pop("headers", {})}
-        with httpx.Client(base_url=self.url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=NO_CERTIFICATES) as client:
             return client.request(method, path, headers=headers, **options)
 
     def chat(self, text: str, token: str = KEY, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
