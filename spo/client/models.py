@@ -5,6 +5,7 @@ Answers of the API as columns, pandas frames and figures: pandas and matplotlib 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
@@ -19,9 +20,8 @@ from spo.spec.job_spec import SourceName
 from spo.spec.section import JobState
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
-
-    from spo.client.figure import NotebookFigure
 
 
 Source = SourceName
@@ -196,20 +196,14 @@ def frame(answers: MetricSeries | Sequence[BaseModel]) -> DataFrame:
     return indexed
 
 
-def plot(
-    metrics: MetricSeries, evaluations: Sequence[StepEvaluation] = (), names: Sequence[str] = PLOTTED
-) -> NotebookFigure:
+def plot(metrics: MetricSeries, evaluations: Sequence[StepEvaluation] = (), names: Sequence[str] = PLOTTED) -> Figure:
     """A figure with pass@k and its intervals, and one panel for each named curve that there is.
 
     Raises PreconditionFailed (code "package_missing") where matplotlib is not installed.
     """
-    # An image has the name alone.
-    _package("matplotlib.figure")
-    from spo.client.figure import NotebookFigure
-
     shown = [name for name in names if metrics.series.get(name)]
     count = len(shown) + bool(evaluations)
-    figure = NotebookFigure(figsize=(5 * max(1, count), 3.5), layout="constrained")
+    figure = _notebook_figure(5 * max(1, count), 3.5)
     panels = figure.subplots(1, max(1, count), squeeze=False)[0]
     if evaluations:
         steps = [evaluation.step for evaluation in evaluations]
@@ -224,6 +218,20 @@ def plot(
         panel.plot(metrics.steps, [float("nan") if each is None else each for each in metrics.series[name]])
         panel.set(xlabel=metrics.axis, title=name)
     return figure
+
+
+def _notebook_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches, shown as a picture wherever it is a notebook cell's value, whatever pyplot has."""
+    _package("matplotlib.figure")
+    from matplotlib.figure import Figure
+
+    class NotebookFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            picture = io.BytesIO()
+            self.savefig(picture, format="png", dpi=72)
+            return picture.getvalue()
+
+    return NotebookFigure(figsize=(width, height), layout="constrained")
 
 
 def _flat(node: Mapping[str, object], prefix: str) -> dict[str, object]:
