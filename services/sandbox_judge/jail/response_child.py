@@ -21,7 +21,18 @@ from typing import NoReturn, cast
 from services.sandbox_judge.jail import loading
 from services.sandbox_judge.jail.coroutines import ResponseLoop
 from services.sandbox_judge.jail.lending import LendingCodec, holders, kept_in
-from services.sandbox_judge.jail.wire import FIXED, NAMED, SPECIAL, Codec, Foreign, Link, Uncarriable, chance_in, sow
+from services.sandbox_judge.jail.wire import (
+    FIXED,
+    NAMED,
+    SPECIAL,
+    Codec,
+    Foreign,
+    Link,
+    Uncarriable,
+    chance_in,
+    differs,
+    sow,
+)
 
 # What comes from the judge, in place of standard streams, and where the channel stays.
 _PAYLOAD, _SENT_LINK, LINK = 0, 1, 3
@@ -213,7 +224,7 @@ class _Host(LendingCodec):
             return number
         self._described.add(number)
         self._fresh.append(number)
-        special = _OF_FUNCTIONS if kind is FunctionType else tuple(name for name in SPECIAL if _differs(kind, name))
+        special = _OF_FUNCTIONS if kind is FunctionType else tuple(name for name in SPECIAL if differs(kind, name))
         bases = tuple(self._class(base) for base in kind.__bases__)
         module = kind.__module__ if isinstance(kind.__module__, str) else ""
         return (number, kind.__name__, kind.__qualname__, module, bases, special, kind.__hash__ is None)
@@ -326,11 +337,6 @@ class _Typed(io.TextIOBase):
     def read(self, size: int | None = -1, /) -> str:
         """What is left, or so many characters."""
         return str(self._host.ask("stdin", "read", -1 if size is None else size))
-
-
-def _differs(kind: type, name: str) -> bool:
-    found = getattr(kind, name, None)
-    return found is not None and found is not getattr(object, name, None)
 
 
 def _content(base: Foreign, value: Foreign) -> object:
@@ -514,4 +520,4 @@ _RESOLVERS: dict[str, Callable[..., object]] = {
     "namedtuple": _named_tuple,
 }
 # Most responses have no other class to describe.
-_OF_FUNCTIONS = tuple(name for name in SPECIAL if _differs(FunctionType, name))
+_OF_FUNCTIONS = tuple(name for name in SPECIAL if differs(FunctionType, name))
