@@ -1,9 +1,7 @@
-"""From the stream of prompts through the engine to the stream of rollouts: many groups at once, the same path for
-the stream and for gRPC.
+"""From the stream of prompts through the engine to the stream of rollouts; gRPC takes the same path.
 
-From the stream of prompts through the engine to the stream of rollouts, many groups at once to keep batches full.
-A group's entry is acknowledged in the same step that writes its rollouts, so a replica that dies loses nothing: its
-entries are no longer kept alive, and another replica claims them.
+Many groups are sampled at once to keep batches full. A group's entry is acknowledged in the same step that writes its
+rollouts, so a replica that dies loses nothing: its entries are no longer kept alive, and another replica claims them.
 """
 
 from __future__ import annotations
@@ -138,8 +136,8 @@ def start_group(
 ) -> StartedGroup | StartedEpisodes:
     """Submit a group to the engine, or begin its conversations where the prompt names an environment.
 
-    alone: so that nothing else is in the engine when it is sampled. indexes: only these samples of it, except of
-    conversations; on_sample: gets each with its place among them, in the engine's thread.
+    alone: nothing else is in the engine while the group is sampled. indexes: sample only these members of the group
+    (not for conversations). on_sample: called in the engine's thread with each sample and its position in the group.
 
     Raises InvalidInput on a prompt or sampling that can never be served, NotFound or IntegrityError when the policy
     version it names is not available, NotReady or PreconditionFailed when this replica does not serve its run.
@@ -185,9 +183,9 @@ class RolloutWorker:
         self._drained_by = float("inf")
 
     def run(self, stop: threading.Event) -> None:
-        """Read the stream of the assigned run until stop; what is in flight then has drain_seconds to finish.
+        """Read the stream of the assigned run until stop; groups in flight then have drain_seconds to finish.
 
-        Groups of a run that this replica was just taken from are finished while those of the next one begin.
+        After a new assignment the groups of the previous run are finished while those of the next run begin.
         """
         reading, ended = "", threading.Event()
         with ThreadPoolExecutor(MOST_RUNS, thread_name_prefix="rollouts") as pool:

@@ -236,10 +236,10 @@ class PromptDispatcher:
         return self._publish(job_id, spec, min(room, MAX_GROUPS_AT_ONCE)) if room > 0 else 0
 
     def _refuse_fruitless(self, job_id: str, spec: JobSpec, status: GetReplayStatusResponse) -> None:
-        """Where only correct rollouts are served, an end to feeding a policy that finds too few of them.
+        """Fail a run that trains on correct rollouts alone once its policy finds too few of them.
 
-        Whatever else limits a run, no more than the limiter's slack, or a window where several replicas sample, is
-        unused; only too few correct ones admit more.
+        Any other cause leaves at most the limiter's slack unused, or a window where several replicas sample; only too
+        few correct rollouts admit more.
         Raises PreconditionFailed (code "too_few_correct") after `most_windows` windows.
         """
         replay = spec.replay
@@ -303,9 +303,9 @@ class PromptDispatcher:
         return self._schedules[job_id]
 
     def _by_need(self, job_id: str, spec: JobSpec, position: int, groups: int) -> dict[int, Problem]:
-        """Which of the next places go to unsolved prompts, and to which; by the seed and the ledger.
+        """The unsolved prompts that take some of the next positions, by offset; decided by the seed and the ledger.
 
-        A prompt is chosen at most once at a time: what its group finds may end its need.
+        A prompt has at most one such group at a time: the group may solve it.
         """
         if not spec.rollout.unsolved_share:
             return {}

@@ -65,11 +65,11 @@ return 1
 
 
 def note_anchors(spec: JobSpec, trajectories: Sequence[Trajectory]) -> None:
-    """Give judged online trajectories the anchor under which they were sampled, with its log-probs.
+    """Set the anchor of judged online trajectories to the version that sampled them, with that version's log-probs.
 
-    The rewards of a group's samples of one version say what that version earns on the prompt; the sampler's log-probs,
-    at temperature 1, are the version's own. Those of version 0 are asked of value-estimation as ever, and where the job
-    estimates values pi0 keeps these: they are of more samples than a group has.
+    The rewards of a group's samples from one version estimate what that version earns on the prompt; the sampler's
+    log-probs, at temperature 1, are the version's own. Log-probs of version 0 come from value-estimation, and where the
+    job estimates values, version 0 keeps those: they rest on more samples than a group has.
     """
     if not spec.algorithm.anchors_by_rollouts:
         return
@@ -178,8 +178,8 @@ class ReferenceScores:
     ) -> None:
         """Write reference log-probs (nats) and the reference's hash into the trajectories, in calls cut by bytes.
 
-        What one call has found stays when it breaks off: the next asks for the rest. Raises SpoError when
-        value-estimation refuses them, or gives no sign of life for longer than patience_seconds.
+        Results of an interrupted call are kept, and the next call requests only the rest. Raises SpoError when
+        value-estimation refuses the trajectories, or does not respond for longer than patience_seconds.
         """
         # Tokens go there and log-probs come back: four bytes or fewer each.
         sizes = [4 * (len(each.prompt_token_ids) + 2 * len(each.response_token_ids)) for each in trajectories]
@@ -228,8 +228,8 @@ class IngestWorker:
         """Insert the groups of these entries and acknowledge them.
 
         Raises InvalidInput when some trajectories are refused, after the valid ones of all entries are inserted:
-        the entries are then tried one by one, and those that fail alone become dead letters with the reason. Groups of
-        one run are inserted, and fail, without those of another.
+        the entries are then tried one by one, and those that fail alone become dead letters with the reason. The groups
+        of each run are inserted, and fail, separately.
         """
         by_run: dict[str, list[JudgedGroup]] = defaultdict(list)
         for entry in entries:
@@ -297,7 +297,7 @@ class IngestWorker:
         """Add the reference log-probs.
 
         Every group gets a span of that length; the calls themselves are traced in the first one. While value-estimation
-        is away this waits a little: the entries are then tried again later, and the job reports what it waits for.
+        is unavailable this waits briefly, then the entries are retried later and the job reports what it waits for.
         """
         scoring = [observability.begin("reference log-probs", parent=span.header, groups=len(spans)) for span in spans]
         with observability.within(scoring[0]) if scoring else nullcontext():

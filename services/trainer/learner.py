@@ -463,8 +463,8 @@ class Learner:
     def check_reference(self, micro_batches: Sequence[MicroBatch], factor: float) -> dict[str, float]:
         """Raise InvalidInput (code "reference_mismatch") unless Q_t = Qhat_0 for every t, as it must before any step.
 
-        Up to rounding, times `factor`. Raised on every rank when it holds on any. Returns by the names of metrics how
-        the sampler's log-probs differ from the policy's, where it sampled from pi0 as it is.
+        The tolerance is rounding, times `factor`. If one rank finds a mismatch, every rank raises. Returns, by metric
+        name, how the sampler's log-probs differ from the policy's, for samples of the unchanged pi0.
         """
         dtype = DTYPES[self._spec.model.dtype]
         beta = self._spec.algorithm.beta

@@ -1,11 +1,11 @@
 """The stage of a pipeline: a member of a consumer group reads entries, hands them to a handler, each run in a lane
 of its own, and forwards or finishes them. `StageRunner` is the one loop that does so, of every service.
 
-Fairness between the runs that share a stream: the entries of each run wait, are handled and fail by themselves.
-One thread reads; each run has a lane of entries in this process and threads of its own to handle them. Each
-tenant has threads of its own: what blocks all of one's, however many runs it has, holds up no other. What does not
-fit into a full lane is given back, so that a run with ten thousand entries hides no other's ten, and taken back by its
-id once there is room, unless another replica has it by then.
+Fairness between the runs that share a stream: the entries of each run wait, are handled and fail separately. One
+thread reads; each run has a lane, a queue of entries in this process, and threads that handle them. Threads belong to
+a tenant: a tenant whose threads all block delays no other tenant, however many runs it has. An entry that does not fit
+into a full lane is released, so that a run with ten thousand entries does not hide the ten of another run. It is
+claimed again by its id once there is room, unless another replica has claimed it by then.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ RETRY_SECONDS = 1.0
 class Consumer:
     """One member of a consumer group.
 
-    reclaim_after_seconds must exceed the slowest legitimate handling of an entry: after it, a silent consumer's entries
-    are given to another. `keep_alive` resets that clock for entries still being worked on.
+    reclaim_after_seconds must exceed the longest time that an entry may take: after it, another consumer claims the
+    entries of a silent one. `keep_alive` resets that clock for entries that are still worked on.
 
-    run_id: the run of a stream that belongs to one; the stream of a deleted run is not made again.
+    run_id: of a stream that belongs to one run; the stream of a deleted run is not created again.
     """
 
     client: RedisClient
@@ -121,10 +121,10 @@ class Consumer:
     def read(self, count: int, block_seconds: float = 1.0) -> list[Entry]:
         """Return up to count entries, reclaimed ones first; waits at most block_seconds for new ones.
 
-        An entry that must be handled alone comes by itself; pass it to `begin_alone` before its handling starts.
-        One that is still in hand here, and looked silent after an outage, does not come twice. A stream or group that
-        vanished is made again. Raises redis.RedisError when the stream cannot be read, NotFound (unknown_run) when its
-        run is deleted.
+        An entry that must be handled alone is returned alone; pass it to `begin_alone` before handling starts. An entry
+        that this process still handles is not returned twice, even if it seemed silent after an outage. A stream or
+        group that vanished is created again. Raises redis.RedisError when the stream cannot be read, NotFound
+        (unknown_run) when its run is deleted.
         """
         begun = time.monotonic()
         try:
@@ -183,7 +183,7 @@ class Consumer:
         self._reading.over()
 
     def begin_alone(self, entry: Entry) -> bool:
-        """Count this handling of a lone entry before it starts; a holder that survives it takes the count back.
+        """Count an attempt at a lone entry before it starts; a consumer that survives the attempt resets the count.
 
         False when it must not be handled: another consumer has it, or it killed too many and is a dead letter now.
         """
@@ -422,10 +422,10 @@ def _reclaimed(raw: RawDelivery) -> Entry:
 def deliver(consumer: Consumer, handler: Handler, entries: Sequence[Entry]) -> None:
     """Handle entries that were read. Raises redis.RedisError where Redis did not take the outcome.
 
-    The handler finishes entries itself (forward or finish) and may let an error decide on one (`Consumer.fail`), so
-    that the others of its batch go on. When it raises, what it left unfinished is handled again one by one: each entry
-    that fails on its own is failed by itself, and the others are finished. An entry whose holders vanished comes alone,
-    while no other thread of the process handles any.
+    The handler acknowledges entries itself (`forward` or `finish`) and may fail a single one (`Consumer.fail`), so that
+    the rest of its batch goes on. When it raises, each entry that it left unfinished is handled again alone: those that
+    fail alone are failed, the others are finished. An entry whose earlier consumers died is handled alone, while no
+    other thread of the process handles any.
     """
     if not entries:
         return
@@ -512,11 +512,11 @@ class RunLane:
 
 
 class StageRunner:
-    """Feeds the entries of a stream to a handler (`deliver`), by run: `threads` of each run at a time.
+    """Feeds the entries of a stream to a handler (`deliver`), by run, with at most `threads` calls at a time per run.
 
     A call of the handler gets at most `count` entries, all of one run; calls come from several threads. Entries are
-    kept alive as long as they are held. most: asked before each read how many may be; without it a few calls' worth
-    of each run wait here.
+    kept alive as long as this process holds them. most: called before each read, returns how many entries may be held;
+    without it a few calls' worth of entries per run.
     """
 
     def __init__(
