@@ -113,12 +113,13 @@ def tier(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def earlier_objects_set_aside() -> Iterator[None]:
-    """Thousands of collected tests and whatever ran before: else each look at the open descriptors walks them all."""
+def earlier_objects_set_aside() -> None:
+    """What ran before, beside what the tests import: else each look at the open descriptors walks through it all.
+
+    Until the end of the run: thawing it would thaw what the tests import too.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
