@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from spo.testing.runs import write_model_without_weights
 
 ROOT = Path(__file__).parents[3]
@@ -120,3 +122,91 @@ def test_a_preview_ends_with_1_for_a_reward_function_that_fails_and_with_0_for_a
     }
     assert judged == {"strict": (True, True), "reversed": (False, False), "lenient": (True, False)}
     assert shown.returncode == 1
+
+
+# Functions that give no score, by kind, and what of each is told.
+BROKEN = {
+    "what is no number between 0 and 1": {
+        "None": ("def score(response, **_): pass", "NoneType"),
+        "infinity": ("def score(response, **_): return float('inf')", "inf"),
+        "less than 0": ("def score(response, **_): return -3", "-3"),
+        "more than 1": ("def score(response, **_): return 17.0", "17.0"),
+        "a list": ("def score(response, **_): return [1.0]", "list"),
+        "complex": ("def score(response, **_): return 1j", "complex"),
+        "ten to the 400": ("def score(response, **_): return 10 ** 400", "not a number"),
+        "printed": ("def score(response, **_): print(1.0)", "NoneType"),
+        "a function": ("def score(response, **_): return lambda: 1.0", "function"),
+        "a generator": ("def score(response, **_): yield 1.0", "generator"),
+    },
+    "an end before a number": {
+        "no parameters": ("def score(): return 1.0", "unexpected keyword argument"),
+        "a module that is not there": ("import not_there\ndef score(response, **_): return 1.0", "not_there"),
+        "one that is missed later": ("def score(response, **_):\n    import not_there\n    return 1.0", "not_there"),
+        "an error while it is loaded": (
+            "raise RuntimeError('at once')\ndef score(response, **_): return 1.0",
+            "at once",
+        ),
+        "an exit while it is loaded": ("import sys; sys.exit(0)\ndef score(response, **_): return 1.0", "SystemExit"),
+        "an exit": ("import sys\ndef score(response, **_): sys.exit(0)", "SystemExit"),
+        "an interrupt": ("def score(response, **_): raise KeyboardInterrupt", "KeyboardInterrupt"),
+        "a kill": ("import os\ndef score(response, **_): os.kill(os.getpid(), 9)", "signalled 9"),
+        "a crash": ("import ctypes\ndef score(response, **_): ctypes.string_at(0)", "signalled 11"),
+        "endless recursion": ("def score(response, **_): return score(response)", "RecursionError"),
+        "all memory": ("def score(response, **_): return len('x' * (1 << 42))", "MemoryError"),
+        "a file that is not there": ("def score(response, **_): return len(open('/rubric.txt').read())", "/rubric.txt"),
+        "the network": (
+            "import urllib.request\ndef score(response, **_): urllib.request.urlopen('http://127.0.0.1:1')",
+            "Permission denied",
+        ),
+    },
+}
+
+
+@pytest.mark.cpu_seconds(60)
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_preview_tells_of_each_broken_reward_function_what_it_did_and_ends_with_1(tmp_path: Path, kind: str) -> None:
+    verifiers, rows = {}, []
+    for place, (name, (source, _)) in enumerate(BROKEN[kind].items()):
+        (tmp_path / f"f{place}.py").write_text(f"{source}\n")
+        verifiers[f"f{place}"] = {"kind": "python", "path": str(tmp_path / f"f{place}.py"), "function": "score"}
+        rows.append({"statement": name, "verifier": f"f{place}"})
+    verifier = {"kind": "per_problem", "verifiers": verifiers}
+    file = written(tmp_path / "tasks.jsonl", *rows)
+    spec = tmp_path / "job.yaml"
+    tasks = {"kind": "jsonl", "path": str(file), "evaluation_problems": 0, "verifier": verifier}
+    spec.write_text(json.dumps({"tasks": tasks}))
+
+    shown = spo("preview", spec, "--judge", "embedded", "--problems", "20", "-o", "json", seconds=200)
+
+    assert shown.stdout, shown.stderr
+    found = {one["prompt"]: one["wrong"] for one in json.loads(shown.stdout)}
+    untold = {name: found[name] for name, (_, told) in BROKEN[kind].items() if told not in found[name]["detail"]}
+    assert untold == {}
+    assert {one["outcome"] for one in found.values()} == {"internal_error"}
+    assert shown.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("def score(response, **_)\n    return 1.0\n", "it is no Python"),
+        ("def reward(response, **_): return 1.0\n", "it defines no function score"),
+        ("async def score(response, **_): return 1.0\n", "it defines no function score"),
+        ("score = lambda response, **_: 1.0\n", "it defines no function score"),
+        ("", "it defines no function score"),
+    ],
+)
+def test_a_file_without_the_reward_function_is_refused_before_anything_runs(
+    tmp_path: Path, source: str, told: str
+) -> None:
+    (tmp_path / "rewards.py").write_text(source)
+    verifier = {"kind": "python", "path": str(tmp_path / "rewards.py"), "function": "score"}
+    file = written(tmp_path / "tasks.jsonl", {"statement": "q", "arguments": {}})
+    spec = tmp_path / "job.yaml"
+    spec.write_text(
+        json.dumps({"tasks": {"kind": "jsonl", "path": str(file), "evaluation_problems": 0, "verifier": verifier}})
+    )
+
+    refused = spo("preview", spec)
+
+    assert (refused.returncode, told in refused.stderr.replace("\n", " ")) == (3, True), refused.stderr

@@ -174,11 +174,13 @@ def test_solutions_of_functions_pass_and_what_differs_from_them_in_one_place_fai
     scheduler = a_judge()
     began = cpu_seconds()
 
-    assert_right_passes_and_wrong_fails(scheduler, sampled(problems, sample, lambda _: [FETCHED]))
+    chosen = sampled(problems, sample, lambda _: [FETCHED])
+
+    assert_right_passes_and_wrong_fails(scheduler, chosen)
 
     scheduler.close(20)
     # Its zygotes have ended, so theirs and their children's time is counted.
-    assert cpu_seconds() - began < 60
+    assert cpu_seconds() - began < max(60, 0.15 * len(chosen))
 
 
 @pytest.mark.timeout(900)
