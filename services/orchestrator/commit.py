@@ -147,6 +147,7 @@ if ARGV[6] ~= '' then
 end
 -- Before the first write: a script that fails is not undone; what is no record or no stream of events fails here.
 redis.call('HLEN', KEYS[3])
+local listed = ARGV[3] ~= '' and redis.call('ZSCORE', ARGV[12] .. state, ARGV[1]) or '0'
 local newest = ARGV[8] ~= '' and redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
 local lease_ms = tonumber(ARGV[15])
 if lease_ms > 0 then
@@ -165,7 +166,8 @@ end
 if ARGV[3] ~= '' then
   redis.call('SET', KEYS[1], ARGV[3])
   redis.call('ZREM', ARGV[12] .. state, ARGV[1])
-  redis.call('ZADD', ARGV[12] .. ARGV[3], redis.call('HGET', KEYS[3], 'created_unix_ms'), ARGV[1])
+  local created = string.match(redis.call('HGET', KEYS[3], 'created_unix_ms') or '', '^%d+$')
+  redis.call('ZADD', ARGV[12] .. ARGV[3], created or listed, ARGV[1])
 end
 local seq = 0
 if ARGV[8] ~= '' then

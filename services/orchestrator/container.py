@@ -30,6 +30,7 @@ from services.orchestrator.capture import CaptureStore
 from services.orchestrator.checks import ModelCheck, PlanWarnings, SpecCheck
 from services.orchestrator.commit import Durability, Leadership
 from services.orchestrator.continual import ContinualLoop, ContinualStore, RoundExperience, RoundJobs
+from services.orchestrator.damaged_jobs import belongs_to
 from services.orchestrator.datasets import DatasetFiles, Datasets, TaskLibrary
 from services.orchestrator.deletion import JobDeletion, Leftovers
 from services.orchestrator.dispatch import PromptDispatcher
@@ -333,10 +334,10 @@ def require_own_job(context: AppContext, principal: Principal, job_id: str) -> N
     if principal.is_admin:
         return
     try:
-        tenant = context.jobs.tenant(job_id)
+        is_own = belongs_to(context.jobs, job_id, principal.tenant)
     except NotFound:
         raise context.watch.absent(job_id, principal.tenant) from None
-    if tenant != principal.tenant:
+    if not is_own:
         raise NotFound(f"there is no job {job_id}", code="job_not_found")
 
 

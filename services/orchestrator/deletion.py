@@ -33,7 +33,7 @@ from ulid import ULID
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import Commit, now_ms
-from services.orchestrator.job_records import label_names
+from services.orchestrator.damaged_jobs import ENDING, lists_of, or_nothing, state_to_delete
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import JobFiles
 from services.orchestrator.pipeline import SHARED_STREAMS
@@ -46,7 +46,7 @@ from spo.messaging.streams.recovery import drop_run
 from spo.observability import LEFTOVERS, get_logger
 from spo.service.process import in_rounds
 from spo.spec.job_spec import SourceName
-from spo.spec.section import TERMINAL, JobState
+from spo.spec.section import TERMINAL
 
 IDS_PER_READ = 1000
 _OF_A_RUN = ("run_id", "job_id")
@@ -59,13 +59,14 @@ LONGEST_PAUSE_SECONDS = 300.0
 
 
 def keys_of(client: RedisClient, run_id: str) -> Iterator[list[str]]:
-    """Chunks of keys, indices last: whoever is cut short finds the rest again."""
+    """Chunks of keys, indices last: whoever is cut short finds the rest again, of a damaged index that is leftovers."""
     for chunk in _ids(client, redis_keys.replay_ids(run_id)):
         yield [redis_keys.replay_trajectory(run_id, trajectory_id) for trajectory_id in chunk]
     for chunk in _ids(client, redis_keys.replay_batch_log(run_id)):
         yield [redis_keys.replay_batch(run_id, int(step)) for step in chunk]
     prompts = {*_fields(client, redis_keys.run_prompts(run_id)), *_fields(client, redis_keys.run_values(run_id))}
-    prompts |= {raw.decode() for raw in client.smembers(redis_keys.prompts_in_progress(run_id))}
+    in_progress = redis_keys.prompts_in_progress(run_id)
+    prompts |= {raw.decode() for raw in or_nothing(partial(client.smembers, in_progress))}
     yield [redis_keys.value_progress(run_id, prompt_id) for prompt_id in sorted(prompts)]
     versions = _fields(client, own_keys.job_weights(run_id))
     yield from ([key(each) for key in SESSION for each in ids] for ids in _ids(client, own_keys.agent_sessions(run_id)))
@@ -109,7 +110,7 @@ def _functions(*modules: ModuleType) -> list[Callable[[str], str]]:
 def _ids(client: RedisClient, key: str) -> Iterator[list[str]]:
     start = 0
     while True:
-        found = client.zrange(key, start, start + IDS_PER_READ - 1)
+        found = or_nothing(partial(client.zrange, key, start, start + IDS_PER_READ - 1))
         if not found:
             return
         yield [raw.decode() for raw in found]
@@ -117,7 +118,7 @@ def _ids(client: RedisClient, key: str) -> Iterator[list[str]]:
 
 
 def _fields(client: RedisClient, key: str) -> list[str]:
-    found = client.hkeys(key)
+    found = or_nothing(partial(client.hkeys, key))
     return [raw.decode() for raw in found]
 
 
@@ -145,7 +146,7 @@ class JobDeletion:
 
         Raises NotFound, Conflict (illegal_transition) when it has not ended, NotReady while it is being stored.
         """
-        state = self.jobs.state(job_id)
+        state = state_to_delete(self.jobs, job_id)
         if state not in TERMINAL:
             ended = ", ".join(sorted(TERMINAL))
             raise Conflict(
@@ -153,21 +154,14 @@ class JobDeletion:
             )
         if self.jobs.client.exists(redis_keys.replay_stored(job_id)) and not is_complete(self.jobs.client, job_id):
             raise NotReady(f"the experience of {job_id} is still being stored", code="experience_on_its_way")
-        tenant = self.jobs.tenant(job_id)
-        labels = label_names(self.jobs.spec(job_id).labels)
-        lists = (
-            redis_keys.job_index(),
-            own_keys.tenant_jobs(tenant),
-            own_keys.resuming(),
-            *map(own_keys.labelled_jobs, labels),
-            *map(redis_keys.jobs_in_state, JobState),
-        )
-        self.jobs.write(
-            ("SADD", own_keys.deleted_jobs(), job_id),
-            *(("ZREM", key, job_id) for key in lists),
-            # Without its spec a run gets no key again: what of it is still on its way is dropped.
-            ("DEL", redis_keys.run_state(job_id), redis_keys.job_record(job_id), redis_keys.run_spec(job_id)),
-        )
+        lists = lists_of(self.jobs, job_id)
+        with ENDING:
+            self.jobs.write(
+                ("SADD", own_keys.deleted_jobs(), job_id),
+                *(("ZREM", key, job_id) for key in lists),
+                # Without its spec a run gets no key again: what of it is still on its way is dropped.
+                ("DEL", redis_keys.run_state(job_id), redis_keys.job_record(job_id), redis_keys.run_spec(job_id)),
+            )
         self.forget(job_id)
         log.info("job deleted", deleted=job_id)
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypedDict, Unpack
 
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Json
 from ulid import ULID
 
 from services.orchestrator import redis_keys as own_keys
@@ -185,14 +185,20 @@ class JobRecord(BaseModel):
 
     @classmethod
     def from_redis(cls, fields: Mapping[bytes, bytes]) -> JobRecord:
-        """The record of a hash as Redis holds it; fields of other names are left out."""
-        return cls.model_validate({name.decode(): value.decode() for name, value in fields.items()})
+        """The record of a hash as Redis holds it; fields of other names are left out.
+
+        Raises IntegrityError (code "keys_damaged").
+        """
+        try:
+            return cls.model_validate({name.decode(): value.decode() for name, value in fields.items()})
+        except ValueError as error:
+            raise IntegrityError(f"the record of a job in Redis is none: {error}", code="keys_damaged") from error
 
     @classmethod
     def shown(cls, job_id: str, fields: object) -> JobRecord:
         """As from_redis, for lists and pages; of what is no record, what the id says: others are listed beside it."""
         if isinstance(fields, dict):
-            with suppress(ValidationError):
+            with suppress(IntegrityError):
                 return cls.from_redis(fields)
         created = ULID.from_str(job_id.removeprefix("job_")).datetime
         at = created.isoformat(timespec="milliseconds").replace("+00:00", "Z")

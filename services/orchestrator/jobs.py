@@ -373,7 +373,7 @@ class JobStore:
         while True:
             stored, record = self.state(job_id), self.record(job_id)
             state = fold(self._transitions(job_id, record.events_in_files), record.state_in_files)
-            listed = self._listed_under(job_id)
+            listed = self.listed_under(job_id)
             if stored is state and listed == [state]:
                 return state
             away = [("ZREM", redis_keys.jobs_in_state(other), job_id) for other in listed]
@@ -388,7 +388,8 @@ class JobStore:
             yield from (event_of(entry).body for entry in entries if entry[1][b"kind"] == b"state")
             position = f"({entries[-1][0].decode()}"
 
-    def _listed_under(self, job_id: str) -> list[JobState]:
+    def listed_under(self, job_id: str) -> list[JobState]:
+        """The states in whose lists a job is: one, unless something is damaged."""
         with self.client.pipeline(transaction=True) as pipe:
             for state in JobState:
                 pipe.zscore(redis_keys.jobs_in_state(state), job_id)

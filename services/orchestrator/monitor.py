@@ -23,6 +23,7 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.checks import state_in_words
 from services.orchestrator.commit import Commit, Fence, Precondition, Write, now_ms
+from services.orchestrator.damaged_jobs import HALF_THERE
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases, failures_of, latest_point, latest_step
 from services.orchestrator.pipeline import entries_in_pipeline, troubles_in_pipeline
@@ -35,7 +36,7 @@ from services.orchestrator.replicas import (
 )
 from spo import redis_keys
 from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
-from spo.errors import InvalidInput, SpoError
+from spo.errors import InvalidInput, NotFound, SpoError
 from spo.messaging.redis_client import RedisClient, as_spo_error
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec
@@ -392,6 +393,8 @@ class JobMonitor:
             return noted
         try:
             return self._waits(job_id, state, noted)
+        except NotFound:
+            return noted or [HALF_THERE]
         except redis.RedisError as error:
             found = as_spo_error(error)
             if found.retryable:

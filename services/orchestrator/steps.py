@@ -22,6 +22,7 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.checks import ModelCheck
 from services.orchestrator.commit import Commit, Write
+from services.orchestrator.damaged_jobs import HALF_THERE, replace_damaged
 from services.orchestrator.datasets import TaskLibrary
 from services.orchestrator.evaluation import EvaluationQueue
 from services.orchestrator.job_records import JobAction, clear_fields, refuse, turns_of, while_field_is, write_fields
@@ -153,8 +154,10 @@ def _leave_queue(job_id: str) -> list[Write]:
 def act_on(jobs: JobStore, job_id: str, action: JobAction, actor: str = "api") -> JobState:
     """Do what a person asks, as one change of the job; asked again it changes nothing. Returns the state after it.
 
-    Raises NotFound, Conflict (illegal_transition).
+    Damaged keys are replaced before a cancel. Raises NotFound, Conflict (illegal_transition).
     """
+    if action.name == "cancel":
+        replace_damaged(jobs, job_id)
     while True:
         state = jobs.state(job_id)
         if state in action.already:
@@ -546,6 +549,8 @@ class JobRunner:
     def _forget_ghost(self, job_id: str) -> None:
         if self.jobs.forget_ghost(job_id):
             log.error("a job that is not there was on the lists; it is taken off", job=job_id)
+        else:
+            self._waits(job_id, NotReady(HALF_THERE))
 
     def _advance(self, job_id: str) -> None:
         try:

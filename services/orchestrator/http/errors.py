@@ -57,6 +57,9 @@ _REDIS_WORDS = {
     "redis_failover": "Redis has no primary that is up; try again",
     "redis_unreachable": "Redis does not answer; try again",
 }
+_DAMAGED = (
+    "a key in Redis holds another kind of value than it should; a job that this is said of can still be cancelled"
+)
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -360,6 +363,8 @@ def install(app: FastAPI) -> None:
 
 def said_of_redis(error: redis.RedisError) -> SpoError:
     """What a client hears of a command that failed: whether Redis is away, full or refuses; else that it is ours."""
+    if "WRONGTYPE" in str(error):
+        return errors.IntegrityError(_DAMAGED, code="keys_damaged")
     found = as_spo_error(error)
     words = _REDIS_WORDS.get(found.code)
     return type(found)(words, code=found.code) if words else _internal()

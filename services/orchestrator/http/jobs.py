@@ -25,6 +25,7 @@ from services.orchestrator.container import (
     checks_of,
     require_own_job,
 )
+from services.orchestrator.damaged_jobs import shown_state, why_not_shown
 from services.orchestrator.forks import ForkOptions
 from services.orchestrator.job_records import CANCEL, PAUSE, RESUME, JobAction, JobRecord, Submission, submitted_before
 from services.orchestrator.leases import training_series
@@ -163,8 +164,8 @@ def job_summaries(context: AppContext, job_ids: Sequence[str]) -> list[api.JobSu
     found = zip(job_ids, replies[::3], replies[1::3], replies[2::3], strict=True)
     return [
         _summary(job_id, JobRecord.shown(job_id, fields), state, newest or [])
-        for job_id, fields, state, newest in found
-        if fields != {} and state
+        for job_id, fields, raw, newest in found
+        if (state := shown_state(context.jobs, job_id, raw))
     ]
 
 
@@ -181,12 +182,10 @@ def job_document(context: AppContext, job_id: str) -> api.Job:
         pipe.hlen(redis_keys.run_values(job_id))
         pipe.hlen(redis_keys.provisional_values(job_id))
         fields, state, document, newest, evaluated, announced, values, provisional = replies_by_key(pipe)
-    if fields == {} or not state or document is None:
-        # Raises what Redis says of a spec that is none.
-        context.jobs.spec_document(job_id)
-        raise context.jobs.absent(job_id)
+    if not state or document is None:
+        raise why_not_shown(context.jobs, job_id)
     record, newest, evaluated = JobRecord.shown(job_id, fields), newest or [], evaluated or []
-    summary = _summary(job_id, record, state, newest)
+    summary = _summary(job_id, record, JobState(state.decode()), newest)
     spec = context.jobs.parse_spec(document)
     latest = _newest_evaluation(context, job_id, evaluated)
     failure = None
@@ -249,12 +248,12 @@ def evaluation_brief(evaluation: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in evaluation.items() if name != "per_problem"}
 
 
-def _summary(job_id: str, record: JobRecord, state: bytes, newest: list[tuple[bytes, float]]) -> api.JobSummary:
+def _summary(job_id: str, record: JobRecord, state: JobState, newest: list[tuple[bytes, float]]) -> api.JobSummary:
     return api.JobSummary(
         id=job_id,
         name=record.name,
         labels=record.labels,
-        state=JobState(state.decode()),
+        state=state,
         # A Redis that was set back may have lost the rows of the last steps, which the trainer does not take again.
         step=max(int(newest[0][1]) if newest else 0, record.trained_steps or 0),
         created_at=record.created_at,

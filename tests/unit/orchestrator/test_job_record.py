@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-from pydantic import ValidationError
 
 from services.orchestrator.job_records import (
     ForkLineage,
@@ -16,6 +15,7 @@ from services.orchestrator.job_records import (
     while_field_is,
     write_fields,
 )
+from spo.errors import IntegrityError
 from spo.spec.section import JobState
 
 FIRST: RecordFields = {
@@ -88,7 +88,7 @@ def test_zero_steps_trained_are_trained() -> None:
 
 
 def test_a_field_of_the_wrong_type_is_refused() -> None:
-    with pytest.raises(ValidationError, match="trained_steps"):
+    with pytest.raises(IntegrityError, match="trained_steps"):
         JobRecord.from_redis(stored(FIRST) | {b"trained_steps": b"many"})
 
 

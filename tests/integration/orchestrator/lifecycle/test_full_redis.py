@@ -115,7 +115,7 @@ def test_what_is_wrong_with_a_key_is_our_fault_and_no_outage(
 
     answer = api.get(f"/v1/jobs/{damaged}")
 
-    assert (answer.status_code, answer.json()["code"]) == (500, "internal")
+    assert (answer.status_code, answer.json()["code"]) == (500, "keys_damaged")
     assert "WRONGTYPE" not in answer.text, "its own words are for the log"
 
 
