@@ -111,6 +111,9 @@ class _Host(LendingCodec):
                 result = _Argument(place)
         mutable = None
         kept = [place for (place, _), count in zip(roots, counts, strict=True) if holders(mutables[place]) > count]
+        if kept and type(result) in (list, tuple):
+            # What stands in the result is held by that.
+            kept = [place for place in kept if not any(each is mutables[place] for each in result)]
         told = self.lending.changes()
         is_loaded = operation == "load" and outcome == "return" and result[0] == "loaded"
         self.lend_each([value for _, value in result[1]] if is_loaded else kept_in(result))
