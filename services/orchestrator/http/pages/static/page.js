@@ -99,11 +99,23 @@ document.body.addEventListener("htmx:oobAfterSwap", () => {
   focused = "";
 });
 
+// An answer of the API is data, with names and texts that anybody wrote: it is read above and never made into a page.
+// The target itself listens: by the time of the answer it may be out of the document, where nothing reaches the body.
+function refuseData(event) {
+  if (!(event.detail.xhr.getResponseHeader("Content-Type") || "").startsWith("text/html")) event.detail.shouldSwap = false;
+}
+document.body.addEventListener("htmx:beforeRequest", (event) => {
+  event.detail.target.addEventListener("htmx:beforeSwap", refuseData);
+  event.detail.elt.addEventListener("htmx:afterRequest", hearFromOutside);
+});
+// Who pressed a button hears what came of it, also where news has replaced the button meanwhile.
+function hearFromOutside(event) {
+  if (!event.target.isConnected) document.body.dispatchEvent(new CustomEvent("htmx:afterRequest", { detail: event.detail }));
+}
+
 // Rows that are fetched again keep which of them were chosen.
 let chosen = [];
 document.body.addEventListener("htmx:beforeSwap", (event) => {
-  // An answer of the API is data, with names and texts that anybody wrote: it is read above and never made into a page.
-  if (!(event.detail.xhr.getResponseHeader("Content-Type") || "").startsWith("text/html")) event.detail.shouldSwap = false;
   if (!("keepsChoice" in event.detail.target.dataset)) return;
   chosen = [...event.detail.target.querySelectorAll("input:checked")].map((box) => box.id);
 });

@@ -53,6 +53,20 @@ def test_a_running_job_is_live_and_obeys_its_buttons(
     assert complaints == []
 
 
+def test_an_answer_to_a_button_that_is_gone_meanwhile_is_not_made_into_a_page(
+    context: AppContext, page: Any, job_id: str, complaints: list[str]
+) -> None:
+    page.goto(f"/jobs/{job_id}")
+    page.get_by_role("button", name="pause").wait_for()
+
+    # As where news replaces the part that the button stands in, before the answer to it is there.
+    page.evaluate("() => { const button = document.getElementById('action-pause'); button.click(); button.remove(); }")
+
+    wait_until(lambda: context.jobs.state(job_id) is JobState.PAUSING, "the pause arrives")
+    page.locator("#toast", has_text="pausing").wait_for()
+    assert complaints == []
+
+
 def test_who_waits_for_whom_is_told_in_seconds(page: Any, job_id: str, trainer: Trainer) -> None:
     trainer.report(1, 2, 3)
     page.goto(f"/jobs/{job_id}")
