@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import ssl
 import subprocess
 import time
@@ -65,9 +64,10 @@ NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that no connection is given before somebody listens there."""
+    from spo.local.launcher import free_ports
+
+    return free_ports(["one"], {})["one"]
 
 
 def require(tool: str) -> str:

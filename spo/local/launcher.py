@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -64,6 +65,8 @@ WARM_MODULES = {
 # The verifiers too, whether or not a job needs them: without a model they are small, and a job finds them ready.
 SERVICES = ("orchestrator", "sandbox-judge", "verifier", "replay-buffer", "inference", "value-estimation", "trainer")
 REDIS = "redis"
+# Where ports of children begin, and how many are tried before the system gives any.
+FIRST_PORT, TRIED_PORTS = 20_000, 20
 DEATHS_BEFORE_READY = 3
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Of a GPU that an engine shares with a trainer or a reference.
@@ -610,15 +613,19 @@ class LocalPlatform:
 
 
 def free_ports(names: list[str], preferred: dict[str, int]) -> dict[str, int]:
-    """Distinct free loopback ports, the preferred ones where nothing else has them."""
+    """Distinct free loopback ports, the preferred ones where nothing else has them.
+
+    The others are none that a connection is given by itself: services bind theirs seconds later, and one that is taken
+    meanwhile ends its service for as long as that connection lives.
+    """
     ports = {}
     with ExitStack() as held:
         for name in names:
-            for port in (preferred.get(name, 0), 0):
+            for port in (*filter(None, [preferred.get(name)]), *random.sample(_unassigned_ports(), TRIED_PORTS), 0):
                 probe = held.enter_context(socket.socket())
                 # As servers do: connections that ended a moment ago, of the platform before, hold no port. Not for any
                 # port: two sockets could then be given the same one.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port == preferred.get(name)))
                 try:
                     probe.bind(("127.0.0.1", port))
                 except OSError:
@@ -626,6 +633,15 @@ def free_ports(names: list[str], preferred: dict[str, int]) -> dict[str, int]:
                 ports[name] = int(probe.getsockname()[1])
                 break
     return ports
+
+
+def _unassigned_ports() -> range:
+    """Ports below those that the system gives to connections, where there are enough; else any."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = 0
+    return range(FIRST_PORT, first) if first >= FIRST_PORT + 1000 else range(FIRST_PORT, 65_536)
 
 
 def _underscored(service: str) -> str:

@@ -127,6 +127,8 @@ def test_ports_are_distinct_and_a_taken_preferred_port_is_replaced() -> None:
     names = [f"service-{number}" for number in range(20)]
     ports = free_ports(names, preferred={})
     assert len(set(ports.values())) == 20
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert first < 21_000 or all(port < first for port in ports.values()), "a connection could be given one meanwhile"
     again = free_ports(["http"], preferred={"http": 1})
     assert again["http"] > 0
 
