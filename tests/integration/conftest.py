@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis
 
+from tests import conftest
 from tests.support.s3_server import S3Server, serve_s3
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def free_port() -> int:
     """A port on which nothing listened a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return conftest.free_port()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import httpx
 
 from spo.local.warm_parent import WarmProcess
 from spo.testing.peers import ServiceDoubles, wait_until
+from tests.conftest import free_port
 from tests.support.warm_services import start_warm
 
 START_SECONDS = 60
@@ -21,7 +21,7 @@ class OrchestratorProcess:
     """A real process that can be started again on the same ports."""
 
     def __init__(self, redis_url: str, peers: ServiceDoubles, folder: Path, name: str = "orchestrator") -> None:
-        self.http_port, self.grpc_port = _free_port(), _free_port()
+        self.http_port, self.grpc_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.http_port}"
         self.log = folder / f"{name}.log"
         self.environment = os.environ | {
@@ -74,9 +74,3 @@ class OrchestratorProcess:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

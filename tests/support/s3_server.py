@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.conftest import free_port
 
 SERVER = Path(__file__).parents[2] / ".venv-s3" / "bin" / "moto_server"
 START_SECONDS = 60.0
@@ -48,9 +49,7 @@ class S3Server:
 @contextmanager
 def serve_s3(folder: Path) -> Iterator[S3Server]:
     """Run a server until the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     program = os.environ.get("SPO_TEST_S3_SERVER", str(SERVER))
     if shutil.which(program) is None:
         message = f"{program} is not there; `make test` installs it"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,15 +15,14 @@ from spo.observability import WANTED_REPLICAS
 from spo.rpc import pools
 from spo.tasks.verifier import VERIFIER
 from spo.testing.peers import ServiceDoubles, wait_until
+from tests.conftest import free_port
 from tests.integration.orchestrator.serving.conftest import Counter
 
 
 @pytest.fixture
 def port() -> int:
     """Where nobody listens yet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def put(counter: Counter, name: str, **fields: Any) -> dict[str, Any]:
