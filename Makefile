@@ -10,8 +10,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 CONSTRAINTS := constraints/cpu.txt
-# Two workers, whatever the machine: tests start engines and whole platforms, which need memory.
-PYTEST_ARGUMENTS ?= --numprocesses 2
+# Three workers, whatever the machine: a third of what tests take on two cores is waiting, and their engines and whole
+# platforms, one of these at a time, need memory.
+PYTEST_ARGUMENTS ?= --numprocesses 3
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1

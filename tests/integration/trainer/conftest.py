@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,6 +20,13 @@ from spo.testing.trainer import OneJob, TrajectoryPool, served
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, Bench, job_spec
+
+
+@pytest.fixture(autouse=True, scope="module")
+def earlier_tests_set_aside() -> None:
+    """An engine that closes collects garbage: not through all that a worker's earlier tests imported and left."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
