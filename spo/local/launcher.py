@@ -618,14 +618,15 @@ def free_ports(names: list[str], preferred: dict[str, int]) -> dict[str, int]:
     The others are none that a connection is given by itself: services bind theirs seconds later, and one that is taken
     meanwhile ends its service for as long as that connection lives.
     """
-    ports = {}
+    ports, unassigned = {}, _unassigned_ports()
     with ExitStack() as held:
         for name in names:
-            for port in (*filter(None, [preferred.get(name)]), *random.sample(_unassigned_ports(), TRIED_PORTS), 0):
+            wanted = preferred.get(name, 0)
+            for port in (*([wanted] if wanted else ()), *random.sample(unassigned, TRIED_PORTS), 0):
                 probe = held.enter_context(socket.socket())
                 # As servers do: connections that ended a moment ago, of the platform before, hold no port. Not for any
                 # port: two sockets could then be given the same one.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port == preferred.get(name)))
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port == wanted != 0))
                 try:
                     probe.bind(("127.0.0.1", port))
                 except OSError:

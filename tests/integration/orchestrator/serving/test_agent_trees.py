@@ -181,7 +181,7 @@ class Client:
         self.known[number] = alike(self.histories[-1])
         if self.rng.random() < 0.1:
             again = self._post(dialect, body, {"Idempotency-Key": str(number)})
-            assert replace(answer_of(dialect, again, number), calls=()) == replace(self.histories[-1][-1], calls=())
+            assert answer_of(dialect, again, number) == self.histories[-1][-1]
             assert len(self.fed) == number + 1, "what is tried again is not sampled again"
 
     def _post(self, dialect: str, body: dict[str, Any], headers: dict[str, str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from services.orchestrator.auth import Principal
 from services.orchestrator.http import agents
+from spo.testing.peers import wait_until
 from spo.v1.inference_service_pb2 import ServedCall
 from tests.integration.orchestrator.serving.conftest import KEY, Counter
 from tests.integration.orchestrator.serving.test_agent_sessions import ASKED, Agent
@@ -178,26 +180,36 @@ def test_the_packages_try_again_what_passes_and_stop_at_what_does_not(counter: C
 
     # As many calls as may be under way together; one of them ends while the package waits.
     url, key = busy.grant["base_url"], busy.grant["key"]
-    with openai.OpenAI(base_url=url, api_key=key, max_retries=3) as client, busy_for_a_moment(busy):
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=3) as client, busy_for_a_moment(busy, asked_of):
         client.chat.completions.create(model="x", messages=[ASKED])
     with (
         anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=3) as client,
-        busy_for_a_moment(busy),
+        busy_for_a_moment(busy, asked_of),
     ):
         client.messages.create(model="x", messages=[ASKED], max_tokens=9)
 
 
 @contextmanager
-def busy_for_a_moment(agent: Agent) -> Iterator[None]:
+def busy_for_a_moment(agent: Agent, asked_of: Requests) -> Iterator[None]:
+    """As many calls as may be are under way until one more has been refused."""
     session = agent.grant["id"]
     agents._AT_ONCE[session] = agents.MOST_AT_ONCE
     refused = agent.call(ASKED)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limited")
     assert float(refused.headers["retry-after"]) > 0
-    timer = threading.Timer(0.3, agents._AT_ONCE.pop, [session])
-    timer.start()
+    before = asked_of.count
+
+    def end_one() -> None:
+        wait_until(lambda: asked_of.count > before, "the package has asked")
+        # Long enough for that to be refused, and shorter than what it waits then.
+        time.sleep(0.3)
+        agents._AT_ONCE.pop(session)
+
+    ending = threading.Thread(target=end_one)
+    ending.start()
     yield
-    timer.join()
+    ending.join(60)
+    assert asked_of.count - before >= 2, "it was refused and asked again"
 
 
 class Requests:
