@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -153,15 +153,19 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """Of the problems: how many, tokens of the longest prompt and solution (0: none has one), what decides."""
+    """Of the problems: how many, tokens of the longest prompt and solution (0: none has one), what decides.
 
-    path: Path
+    given: fields of the `tasks` section that was handed over, which stay as they are.
+    """
+
+    path: Path | None
     kind: str
     problems: int
     prompt_tokens: int
     solution_tokens: int
     with_solutions: int
     decided_by: str
+    given: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -183,22 +187,27 @@ def look_at_model(folder: Path) -> ModelFacts:
     return ModelFacts(folder.absolute(), shape, positions if isinstance(positions, int) else 0, template, count, how)
 
 
-def look_at_problems(path: Path, kind: str, problems: Sequence[Problem], model: ModelFacts) -> TaskFacts:
-    """Raises InvalidInput where there are none."""
+def look_at_problems(
+    wanted: TasksSpec, problems: Sequence[Problem], model: ModelFacts, stated: Collection[str] = ()
+) -> TaskFacts:
+    """stated: names of fields that the person has set. Raises InvalidInput where there are no problems."""
     if not problems:
-        raise InvalidInput(f"{path} holds no problem", code="invalid_tasks")
+        raise InvalidInput(f"{wanted.path or wanted.kind} holds no problem", code="invalid_tasks")
     read = sorted(problems, key=lambda problem: -len(problem.statement))[:MOST_TOKENIZED]
     solutions = [solution for problem in read for solution in problem.human_solutions[:1]]
     answers = sum(problem.language == ANSWER_LANGUAGE for problem in problems)
     decided = {0: "tests of programs", len(problems): "answers"}.get(answers, "tests of programs, and answers")
+    if "verifier" in stated and wanted.verifier.kind != "program":
+        decided = f"the verifier of kind {wanted.verifier.kind} below"
     return TaskFacts(
-        path.absolute(),
-        kind,
+        Path(wanted.path).absolute() if wanted.path else None,
+        wanted.kind,
         len(problems),
         max(model.count_tokens(problem.statement) for problem in read),
         max(map(model.count_tokens, solutions), default=0),
         sum(bool(problem.human_solutions) for problem in problems),
         decided,
+        wanted.model_dump(mode="json", include=set(stated) - {"kind", "path"}, exclude_unset=True),
     )
 
 
@@ -293,8 +302,6 @@ def _sections(model: ModelFacts, tasks: TaskFacts, machine: MachineFacts) -> Sec
     fresh = prompts_per_batch * GROUP
     also = [Field("memory", {"also": ["human"]}, "people's answers count as found")] if tasks.with_solutions else []
     batch = fresh * 3 // 2
-    held_out = min(MOST_EVALUATED, tasks.problems // 10) if tasks.problems >= LEAST_SPLIT else 0
-    why_held_out = "split off the file, and never trained on" if held_out else "too few to split"
     prompts = f"the longest prompt has {tasks.prompt_tokens} tokens, {model.counted_by}"
     return {
         "model": [
@@ -303,11 +310,7 @@ def _sections(model: ModelFacts, tasks: TaskFacts, machine: MachineFacts) -> Sec
             Field("max_prompt_tokens", prompt, prompts),
             Field("max_response_tokens", response, _why_response(tasks)),
         ],
-        "tasks": [
-            Field("kind", tasks.kind),
-            Field("path", str(tasks.path), f"decided by {tasks.decided_by}"),
-            Field("evaluation_problems", held_out, why_held_out),
-        ],
+        "tasks": _task_fields(tasks),
         "algorithm": [
             Field("losses", LOSSES, "fresh groups by GRPO, what memory holds by token: docs/results/memory.md")
         ],
@@ -346,6 +349,18 @@ def _sections(model: ModelFacts, tasks: TaskFacts, machine: MachineFacts) -> Sec
     }
 
 
+def _task_fields(tasks: TaskFacts) -> list[Field]:
+    decided = f"decided by {tasks.decided_by}"
+    fields = [Field("kind", tasks.kind, "" if tasks.path else decided)]
+    if tasks.path:
+        fields.append(Field("path", str(tasks.path), decided))
+    if tasks.path and not {"evaluation_problems", "evaluation_path"} & set(tasks.given):
+        held_out = min(MOST_EVALUATED, tasks.problems // 10) if tasks.problems >= LEAST_SPLIT else 0
+        why = "split off the file, and never trained on" if held_out else "too few to split"
+        fields.append(Field("evaluation_problems", held_out, why))
+    return [*fields, *(Field(name, value, "as it was given") for name, value in tasks.given.items())]
+
+
 def _lengths(model: ModelFacts, tasks: TaskFacts) -> tuple[int, int]:
     prompt = _rounded(tasks.prompt_tokens)
     usual = LONG_RESPONSE if model.has_template else SHORT_RESPONSE
@@ -373,8 +388,8 @@ def _fit(sections: Sections, name: str, model: ModelFacts, machine: MachineFacts
     told = f"The trainer needs {in_gigabytes(plan.trainer.peak)} on each of its devices (`spo plan`)"
     if plan.changes is None:
         return [f"{told}: no setting makes it fit here, take a smaller model or more devices."]
-    for field, value in plan.changes.items():
-        if field == "lora":
+    for setting, value in plan.changes.items():
+        if setting == "lora":
             sections["model"].append(Field("lora", {"rank": value}, "all weights do not fit"))
             rates = sections["trainer"]
             place = next(index for index, each in enumerate(rates) if each.name == "learning_rate")
@@ -382,7 +397,7 @@ def _fit(sections: Sections, name: str, model: ModelFacts, machine: MachineFacts
             assert isinstance(rate, float)
             rates[place] = Field("learning_rate", rate * ADAPTER_FACTOR, "an adapter learns with ten times as much")
         else:
-            sections["trainer"].append(Field(field, value, "so that it fits"))
+            sections["trainer"].append(Field(setting, value, "so that it fits"))
     return [f"{told}{'' if not plan.changes else ', more than there is; what makes it fit is set below'}."]
 
 
@@ -418,10 +433,10 @@ def init(
     about = look_at_model(model)
     wanted, system = _wanted_tasks(tasks, kind, out)
     problems = load_tasks(wanted.model_copy(update={"evaluation_problems": 0})).train
-    source = Path(wanted.path) if wanted.path else tasks
-    facts = look_at_problems(source, wanted.kind, problems, about)
+    # A file of problems says nothing but where it is.
+    facts = look_at_problems(wanted, problems, about, wanted.model_fields_set if _is_spec(tasks) else ())
     machine = look_at_machine()
-    name = f"{model.absolute().name} on {source.stem}"
+    name = f"{model.absolute().name} on {Path(wanted.path).stem if wanted.path else tasks.stem}"
     text = write_job(name, about, facts, machine, system=system)
     if probe:
         document = probe_document(yaml.safe_load(text), PROBE_SAMPLES, MOST_PROBED)
@@ -434,7 +449,7 @@ def init(
 
 def _wanted_tasks(file: Path, kind: str | None, out: Path) -> tuple[TasksSpec, str]:
     """The tasks of a file, and the system prompt of its rows; rows of another project are converted beside the job."""
-    if kind is not None or file.is_dir() or (file.suffix in SUFFIXES_OF_SPECS and not _holds_rows(file)):
+    if kind is not None or file.is_dir() or _is_spec(file):
         return tasks_and_model(file, kind or "jsonl", read_spec)[0], ""
     # A file may be long, and what it is stands in its first rows.
     found = read_foreign(file, most=LOOKED_AT)
@@ -455,10 +470,12 @@ def _wanted_tasks(file: Path, kind: str | None, out: Path) -> tuple[TasksSpec, s
     return tasks_and_model(converted, "jsonl", read_spec)[0], whole.systems[0] if has_one else ""
 
 
-def _holds_rows(file: Path) -> bool:
-    """Whether a file of JSON is a list of rows and no spec."""
+def _is_spec(file: Path) -> bool:
+    """Whether a file is a job or its `tasks` section; one of JSON may be a list of rows instead."""
+    if file.suffix not in SUFFIXES_OF_SPECS:
+        return False
     with file.open(encoding="utf-8", errors="replace") as opened:
-        return file.suffix == ".json" and opened.read(1024).lstrip().startswith("[")
+        return file.suffix != ".json" or not opened.read(1024).lstrip().startswith("[")
 
 
 def plan(

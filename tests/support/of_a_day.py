@@ -32,7 +32,7 @@ PLATFORMS: dict[str, tuple[str, ...]] = {
     "tests/e2e/live/test_live_command_line.py": ("spo/cli",),
     "tests/e2e/live/test_live_sight.py": ("spo/observability.py", "services/orchestrator/monitor.py"),
     "tests/e2e/live/test_notebook.py": ("docs/examples", "spo/client"),
-    "tests/e2e/live/test_first_job.py": ("docs/tutorials/first_job.md",),
+    "tests/e2e/live/test_tutorials_that_train.py": ("docs/tutorials", "spo/cli/start.py"),
 }
 PLATFORMS_A_DAY = 1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "tutorials"
 # Those whose jobs have to train.
-TRAINING = ("first_job",)
+TRAINING = ("first_job", "own_problems", "own_reward")
 FENCE = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TIMES = "times_of_blocks"
 # The blocks are as people type them; `spo` is the one of this tree.

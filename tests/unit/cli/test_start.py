@@ -68,6 +68,29 @@ def test_a_job_is_written_that_fits_model_problems_and_machine(model: Path, prob
     assert job.read_text() == text
 
 
+def test_what_a_tasks_section_says_stays_as_it_is(model: Path, problems: Path, tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text("def score(response, **_):\n    return 1.0\n")
+    verifier = {"kind": "python", "path": str(tmp_path / "score.py"), "function": "score"}
+    given = {"kind": "jsonl", "path": str(problems), "evaluation_problems": 7, "verifier": verifier, "seed": 3}
+    section, job = tmp_path / "tasks.yaml", tmp_path / "job.yaml"
+    section.write_text(yaml.safe_dump({"tasks": given}))
+
+    assert run("init", model, section, "--out", job).exit_code == 0
+
+    assert yaml.safe_load(job.read_text())["tasks"] == given
+    assert "decided by the verifier of kind python below" in job.read_text()
+
+
+@pytest.mark.parametrize("section", [{"kind": "toy", "train_problems": 30}, {"kind": "toy"}])
+def test_tasks_without_a_file_are_written_as_they_are(section: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump(section))
+
+    done = run("init", model, tmp_path / "tasks.yaml", "--out", tmp_path / "job.yaml")
+
+    assert done.exit_code == 0, done.exception
+    assert yaml.safe_load((tmp_path / "job.yaml").read_text())["tasks"] == section
+
+
 def test_what_does_not_fit_is_made_to_fit_and_said(
     problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
