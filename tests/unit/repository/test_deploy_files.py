@@ -7,7 +7,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tomllib
+import zipfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -285,3 +288,41 @@ def test_the_images_hold_what_pyproject_asks_for() -> None:
         ]
         names = {re.split(r"[\[<>=!; ]", each)[0].lower().replace("_", "-") for each in wanted} - {"spo-platform"}
         assert names - set(pins(ROOT / "constraints" / "hashed" / f"{image}.txt")) == set()
+
+
+def test_uv_installs_with_what_pip_is_told_and_pip_itself_where_uv_fails(tmp_path: Path) -> None:
+    environment, tools, target = tmp_path / "environment", tmp_path / "tools", tmp_path / "target"
+    # With the pip of the interpreter that made this test's environment.
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True, timeout=60)
+    installed = sysconfig.get_path("purelib")
+    tools.mkdir()
+    uv = tools / "uv"
+    uv.write_text('#!/bin/sh\nenv > "$0.told"; echo "$@" >> "$0.told"; exit 1\n')
+    uv.chmod(0o755)
+    wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny.py", "")
+        archive.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        archive.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("tiny-1.0.dist-info/RECORD", "")
+    told = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": installed,
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_FIND_LINKS": "/one /two",
+        "PIP_INDEX_URL": "http://index.invalid/simple",
+        "PIP_EXTRA_INDEX_URL": "http://more.invalid/simple",
+    }
+    command = ["bash", ROOT / "scripts/install.sh", environment / "bin/python", "--no-deps", "--target", target, wheel]
+
+    subprocess.run(command, env=told, check=True, timeout=120, capture_output=True)
+
+    assert (target / "tiny.py").exists()
+    words = Path(f"{uv}.told").read_text().splitlines()
+    assert {
+        "UV_FIND_LINKS=/one,/two",
+        "UV_DEFAULT_INDEX=http://index.invalid/simple",
+        "UV_EXTRA_INDEX_URL=http://more.invalid/simple",
+    } <= set(words)
+    assert not (environment / ".uv").exists()
