@@ -69,8 +69,8 @@ def test_the_cost_of_a_test_is_that_of_its_children_too_whether_they_ended_or_li
 def test_no_collection_looks_through_what_the_tests_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*WITHOUT_PLUGINS)
     (tmp_path / "test_frozen.py").write_text(
-        "import gc\n\nMADE = [[] for _ in range(100_000)]\n\n"
-        "def test_frozen() -> None:\n    assert gc.get_freeze_count() > 100_000\n"
+        "import gc\n\nMADE, COLLECTS = [[] for _ in range(100_000)], gc.isenabled()\n\n"
+        "def test_frozen() -> None:\n    assert gc.get_freeze_count() > 100_000\n    assert gc.isenabled() > COLLECTS\n"
     )
     command = ["-m", "pytest", "-p", "tests.support.budget", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
 

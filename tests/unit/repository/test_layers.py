@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[3]
 Graph = dict[str, set[str]]
 
@@ -26,15 +24,12 @@ def _modules() -> dict[str, Path]:
 def _imported(path: Path, modules: dict[str, Path]) -> Iterator[str]:
     """Modules of ours that a file imports, also within functions; what only the type checker reads is left out."""
     tree = ast.parse(path.read_text())
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in for_types:
+    nodes: list[ast.AST] = [tree]
+    for node in nodes:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
+        # Expressions import nothing, and are most of a file.
+        nodes.extend(child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -56,22 +51,34 @@ def siblings(modules: dict[str, Path]) -> dict[str, Graph]:
     return graphs
 
 
-GRAPHS = siblings(_modules())
+def circles(graphs: dict[str, Graph]) -> list[str]:
+    """The packages whose children import each other in a circle, with one of the circles."""
+    found: list[str] = []
+    for package, graph in sorted(graphs.items()):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            found.append(f"{package}: {' -> '.join(error.args[1])}")
+    return found
 
 
-@pytest.mark.parametrize("package", sorted(GRAPHS))
-def test_the_children_of_a_package_import_in_one_direction(package: str) -> None:
-    try:
-        TopologicalSorter(GRAPHS[package]).prepare()
-    except CycleError as error:
-        pytest.fail(f"{package}: {' -> '.join(error.args[1])}")
+def test_the_children_of_every_package_import_in_one_direction() -> None:
+    graphs = siblings(_modules())
+
+    assert {"spo", "services.orchestrator"} <= graphs.keys()
+    assert circles(graphs) == []
 
 
 def test_a_circle_would_be_found(tmp_path: Path) -> None:
-    for name, text in (("a", "from p.b import x"), ("b", "def f():\n    from p import a"), ("c", "import p.a")):
+    only_for_types = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from p import a"
+    for name, text in (
+        ("a", "from p.b import x"),
+        ("b", "def f():\n    try:\n        from p import a\n    except ImportError:\n        raise"),
+        ("c", "import p.a"),
+        ("d", only_for_types),
+    ):
         (tmp_path / f"{name}.py").write_text(text)
-    modules = {f"p.{name}": tmp_path / f"{name}.py" for name in "abc"}
+    modules = {f"p.{name}": tmp_path / f"{name}.py" for name in "abcd"}
 
     assert siblings(modules)["p"] == {"a": {"b"}, "b": {"a"}, "c": {"a"}}
-    with pytest.raises(CycleError):
-        TopologicalSorter(siblings(modules)["p"]).prepare()
+    assert circles(siblings(modules)) == ["p: a -> b -> a"]
