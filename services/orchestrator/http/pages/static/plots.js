@@ -18,6 +18,7 @@ const number = (value) => (value === null || value === undefined ? "–" : Math.
 // lines: {label, values, colour?: a variable, thin?, dots?, dashed?, unsaid?}; bands: {series: [upper, lower], of: a variable}
 export function draw(id, axis, lines, options = {}) {
   const figure = document.getElementById(id);
+  if (!figure) return;
   const columns = [axis, ...lines.map((line) => line.values)];
   const shape = JSON.stringify(lines.map((line) => line.label));
   const known = plots.get(id);

@@ -10,6 +10,7 @@ import yaml
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.replicas import announced_version
+from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until
 
@@ -50,6 +51,29 @@ def test_a_running_job_is_live_and_obeys_its_buttons(
     page.locator("#state", has_text="cancelling").wait_for()
 
     assert curves(page) >= 6
+    assert complaints == []
+
+
+def test_a_job_whose_losses_read_no_values_shows_none(
+    context: AppContext, page: Any, document: dict[str, Any], trainer: Trainer, complaints: list[str]
+) -> None:
+    document |= {"value": None, "algorithm": {"losses": [{"objective": "grpo"}]}, "labels": {}}
+    document["offline"] = {"human_solutions": False, "keep_reference_samples": False}
+    document["replay"] = {"mix": [{"source": "online", "share": 1.0}], "unit": "group"}
+    document["rollout"] = {"samples_per_prompt": 4, "temperature": 1.0, "top_p": 1.0}
+    job_id = context.jobs.submit(parse_job_spec(document))
+    page.goto(f"/jobs/{job_id}")
+    page.locator("#state", has_text="queued").wait_for()
+    page.get_by_text("trainer publishes").wait_for()
+
+    assert "values" not in page.locator("#status").inner_text()
+    assert "prompts solved" not in page.locator("#status").inner_text()
+    assert page.locator("figure").count() > 5
+    assert page.locator("#curve-residual").count() == 0
+    page.goto("/")
+    chosen = page.locator(f"#chosen-{job_id}")
+    chosen.wait_for()
+    assert chosen.bounding_box()["height"] < 24, "it makes its row higher than its text does"
     assert complaints == []
 
 
