@@ -2,11 +2,12 @@
 
 The command is somebody's own program, unchanged: it gets the address and key of its episode's session as the clients of
 OpenAI and Anthropic expect them, the problem in files, and an empty folder of its own. It runs as whoever starts the
-runner, without the runner's own environment: programs that are not trusted belong into a container.
+runner, without the runner's own environment, or in a container of an image that `--image` names.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -20,10 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import typer
 
+from spo.cli.containers import ContainerLimits, Containers
 from spo.cli.jobs import OutputOption, api
 from spo.client import Client
 from spo.client.models import EpisodeLease
@@ -46,6 +48,53 @@ INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "N
 log = get_logger("agents")
 
 
+class Running(Protocol):
+    """A command that has been started. `stop` ends what it has started, `end` lets go of what it printed too."""
+
+    def wait(self, seconds: float) -> int | None: ...
+
+    def stop(self) -> None: ...
+
+    def printed(self, most: int) -> str: ...
+
+    def end(self) -> None: ...
+
+
+class CommandHere:
+    """A command of this machine, in a folder and in a session of its own."""
+
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        # Not in the folder, which is the command's.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
+        try:
+            self._process = subprocess.Popen(
+                command, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL, stdout=self._output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        except OSError:
+            self._output.close()
+            raise
+
+    def wait(self, seconds: float) -> int | None:
+        """Its exit status; None while it runs, after so many seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds)
+        return None
+
+    def stop(self) -> None:
+        """End it and what it has started in its group."""
+        end_group(self._process)
+
+    def printed(self, most: int) -> str:
+        """The end of what it has printed, in characters."""
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - 4 * most))
+        return self._output.read().decode(errors="replace").strip()[-most:]
+
+    def end(self) -> None:
+        """Let go of what it has printed."""
+        self._output.close()
+
+
 @dataclass(frozen=True)
 class Played:
     """How a command ended: its status as an outcome has it, what it printed, and the reward that scoring found.
@@ -62,17 +111,25 @@ class EpisodeRunner:
     """Plays leased episodes with commands, at most so many at once.
 
     commands: by the harness's name. score: run in the episode's folder once the agent has ended; the last line that it
-    prints is the reward. None: the job's verifier decides about what the agent has printed.
+    prints is the reward. None: the job's verifier decides about what the agent has printed. containers: where the
+    commands run; None: here, where the score always does.
     """
 
     def __init__(
-        self, client: Client, pool: str, commands: Mapping[str, str], score: str | None = None, most: int = 1
+        self,
+        client: Client,
+        pool: str,
+        commands: Mapping[str, str],
+        score: str | None = None,
+        most: int = 1,
+        containers: Containers | None = None,
     ) -> None:
         self.client = client
         self.pool = pool
         self.commands = {name: shlex.split(command) for name, command in commands.items()}
         self.score = shlex.split(score) if score else None
         self.most = most
+        self.containers = containers
         self.ended = 0
 
     def run(self, stop: threading.Event, episodes: int | None = None) -> None:
@@ -142,7 +199,7 @@ class EpisodeRunner:
         write_problem(lease, folder)
         environment = environment_of(lease, folder)
         until = lease.session.deadline_unix_ms / 1000
-        status, printed = self._attended(lease, command, folder, environment, stop, until)
+        status, printed = self._attended(lease, self._begin(command, folder, lease), stop, until)
         if status in ("failed", "stopped") or self.score is None:
             return Played(status, printed)
         (folder / "answer.txt").write_text(printed)
@@ -150,45 +207,35 @@ class EpisodeRunner:
         for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
             environment.pop(name)
         until = time.time() + SCORE_SECONDS
-        scoring, scored = self._attended(lease, self.score, folder, environment, stop, until)
+        scoring, scored = self._attended(lease, CommandHere(self.score, folder, environment), stop, until)
         reward = reward_in(scored) if scoring == "finished" else None
         if reward is None:
             return Played("stopped" if scoring == "stopped" else "failed", scored)
         return Played(status, printed, reward)
 
-    def _attended(
-        self,
-        lease: EpisodeLease,
-        command: Sequence[str],
-        folder: Path,
-        environment: Mapping[str, str],
-        stop: threading.Event,
-        until: float,
-    ) -> tuple[str, str]:
-        """Run a command to its end, until stop or a unix time, renewing the lease meanwhile.
+    def _begin(self, command: Sequence[str], folder: Path, lease: EpisodeLease) -> Running:
+        if self.containers is None:
+            return CommandHere(command, folder, environment_of(lease, folder))
+        return self.containers.start(command, folder, keys_of(lease), lease.session.base_url)
+
+    def _attended(self, lease: EpisodeLease, running: Running, stop: threading.Event, until: float) -> tuple[str, str]:
+        """Wait for a command's end, until stop or a unix time, renewing the lease meanwhile.
 
         Returns how it ended, and its output. Raises PreconditionFailed where the lease is lost.
         """
-        with (folder.parent / f"{folder.name}.out").open("w+b") as output:
-            Path(output.name).unlink()
-            process = subprocess.Popen(
-                command, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-            try:
-                status = self._waited(lease, process, stop, until)
-            finally:
-                end_group(process)
-            output.seek(max(0, output.seek(0, os.SEEK_END) - 4 * MOST_ANSWER_CHARACTERS))
-            return status, output.read().decode(errors="replace").strip()[-MOST_ANSWER_CHARACTERS:]
+        try:
+            status = self._waited(lease, running, stop, until)
+            running.stop()
+            return status, running.printed(MOST_ANSWER_CHARACTERS)
+        finally:
+            running.stop()
+            running.end()
 
-    def _waited(
-        self, lease: EpisodeLease, process: subprocess.Popen[bytes], stop: threading.Event, until: float
-    ) -> str:
+    def _waited(self, lease: EpisodeLease, running: Running, stop: threading.Event, until: float) -> str:
         renew_at = time.monotonic() + RENEW_SECONDS
         while True:
-            with suppress(subprocess.TimeoutExpired):
-                return "finished" if process.wait(0.2) == 0 else "failed"
+            if (status := running.wait(0.2)) is not None:
+                return "finished" if status == 0 else "failed"
             if time.time() > until:
                 return "cut"
             if stop.is_set():
@@ -212,19 +259,26 @@ def write_problem(lease: EpisodeLease, folder: Path) -> None:
 
 
 def environment_of(lease: EpisodeLease, folder: Path) -> dict[str, str]:
-    """What the command sees: its session's address and key in the words of OpenAI's and Anthropic's clients."""
-    session = lease.session
+    """What a command sees here: its session's address and key in the words of OpenAI's and Anthropic's clients."""
+    base_url = lease.session.base_url
     return {
         **{name: os.environ[name] for name in INHERITED if name in os.environ},
+        **keys_of(lease),
         "HOME": str(folder),
-        "OPENAI_BASE_URL": session.base_url,
-        "OPENAI_API_BASE": session.base_url,
-        "OPENAI_API_KEY": session.key,
-        "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": session.key,
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-        "SPO_MODEL": session.model,
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "SPO_PROBLEM": str(folder / "problem.json"),
+    }
+
+
+def keys_of(lease: EpisodeLease) -> dict[str, str]:
+    """What a command sees wherever it runs."""
+    return {
+        "OPENAI_API_KEY": lease.session.key,
+        "ANTHROPIC_API_KEY": lease.session.key,
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        "SPO_MODEL": lease.session.model,
     }
 
 
@@ -260,6 +314,12 @@ def run_episodes(
         str | None, typer.Option("--score", help="Command whose last line is the reward; default: the job's verifier.")
     ] = None,
     most: Annotated[int, typer.Option("--most", min=1, max=64, help="Episodes at once.")] = 1,
+    image: Annotated[
+        str | None,
+        typer.Option("--image", help="Play in containers of it, which reach their session alone."),
+    ] = None,
+    memory_mib: Annotated[int, typer.Option("--memory-mib", min=64, help="Of a container.")] = 2048,
+    processors: Annotated[float, typer.Option("--processors", min=0.1, help="Of a container.")] = 1.0,
     episodes: Annotated[
         int | None, typer.Option("--episodes", min=1, help="End after so many; default: never.")
     ] = None,
@@ -271,8 +331,12 @@ def run_episodes(
         raise typer.Exit(ExitCode.INVALID_INPUT)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    with api() as client:
-        runner = EpisodeRunner(client, pool, named, score, most)
+    with api() as client, contextlib.ExitStack() as stack:
+        containers = None
+        if image is not None:
+            limits = ContainerLimits(image, memory_mib << 20, processors)
+            containers = stack.enter_context(contextlib.closing(Containers(limits)))
+        runner = EpisodeRunner(client, pool, named, score, most, containers)
         with suppress(KeyboardInterrupt):
             runner.run(stop, episodes)
         console.print(f"{runner.ended} episodes have ended")

@@ -1,20 +1,8 @@
-"""Tier docker against a real engine: a running one, else one of the test's own where it may start it.
-
-No registry is needed: the image is made of this machine's interpreter and the libraries that it loads.
-"""
+"""Tier docker against a real engine, with an image of this machine's interpreter."""
 
 from __future__ import annotations
 
 import gc
-import io
-import os
-import shutil
-import subprocess
-import sys
-import sysconfig
-import tarfile
-import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +10,6 @@ from pathlib import Path
 import docker
 import psutil
 import pytest
-import requests
-from docker.errors import DockerException
 
 from services.sandbox_judge.docker import LABEL, ContainerZygote
 from services.sandbox_judge.executor import JudgeFault
@@ -34,6 +20,7 @@ from services.sandbox_judge.settings import Settings
 from spo.errors import NotReady
 from spo.v1 import verdict_pb2
 from spo.v1.verdict_pb2 import Limits, Outcome
+from tests.support.docker_engine import INTERPRETER, interpreter_archive, running_engine
 
 pytestmark = [
     pytest.mark.slow,
@@ -44,25 +31,6 @@ pytestmark = [
 ]
 
 IMAGE = "spo-test-interpreter"
-INTERPRETER = os.path.realpath(sys.executable)
-PREFIX = Path(sysconfig.get_paths()["stdlib"]).parent.parent
-LEFT_OUT = {"site-packages", "test", "idlelib", "tkinter", "ensurepip", "lib2to3", "__pycache__"}
-START_SECONDS = 60
-
-
-def skip(reason: str) -> None:
-    pytest.skip(f"TIER DOCKER IS NOT TESTED: {reason}")
-
-
-def answers(url: str) -> bool:
-    try:
-        engine = docker.DockerClient(base_url=url, timeout=5)
-        try:
-            return bool(engine.ping())
-        finally:
-            engine.close()
-    except (DockerException, requests.RequestException):
-        return False
 
 
 @pytest.fixture(autouse=True)
@@ -76,30 +44,8 @@ def collected() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engine_url() -> Iterator[str]:
-    url = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
-    if answers(url):
+    with running_engine() as url:
         yield url
-        return
-    dockerd = shutil.which("dockerd", path=f"{os.environ['PATH']}:/usr/sbin")
-    if dockerd is None or os.geteuid() != 0:
-        skip(f"no engine answers at {url}, and none can be started here")
-    folder = Path(tempfile.mkdtemp(prefix="spo-engine-"))
-    url = f"unix://{folder}/socket"
-    command = f"{dockerd} --host {url} --data-root {folder}/state --exec-root {folder}/run --pidfile {folder}/pid"
-    command += " --bridge none --iptables=false --ip6tables=false --storage-driver vfs"
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command.split(), stdout=log, stderr=log, start_new_session=True)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not answers(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                skip(f"dockerd does not start here: {(folder / 'log').read_text()[-500:]}")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -109,28 +55,6 @@ def image(engine_url: str) -> Iterator[str]:
     yield IMAGE
     engine.images.remove(IMAGE, force=True)
     engine.close()
-
-
-def interpreter_archive() -> bytes:
-    """A file system with this Python, its library and what they link to, at the places where they are here."""
-    modules = sorted((PREFIX / "lib").glob("python3*/lib-dynload/*.so"))
-    linked = subprocess.run(["ldd", INTERPRETER, *modules], capture_output=True, text=True, check=True).stdout
-    words = {word for line in linked.splitlines() for word in line.split() if not word.endswith(":")}
-    files = {INTERPRETER, *(word for word in words if word.startswith("/") and ".so" in word)}
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
-        parents = {str(each) for path in (stdlib, *files) for each in Path(path).parents}
-        for name in sorted({*parents, "/proc", "/dev", "/sys", "/tmp", "/etc", "/usr", "/judge"} - {"/"}):
-            folder = tarfile.TarInfo(name.lstrip("/"))
-            folder.type, folder.mode = tarfile.DIRTYPE, 0o1777 if name == "/tmp" else 0o755
-            archive.addfile(folder)
-        archive.add(stdlib, filter=lambda entry: None if Path(entry.name).name in LEFT_OUT else entry)
-        for path in files:
-            entry = archive.gettarinfo(os.path.realpath(path), arcname=path.lstrip("/"))
-            with open(os.path.realpath(path), "rb") as file:
-                archive.addfile(entry, file)
-    return content.getvalue()
 
 
 @pytest.fixture
