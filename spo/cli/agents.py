@@ -315,11 +315,8 @@ def run_episodes(
     ] = None,
     most: Annotated[int, typer.Option("--most", min=1, max=64, help="Episodes at once.")] = 1,
     image: Annotated[
-        str | None,
-        typer.Option("--image", help="Play in containers of it, which reach their session alone."),
+        str | None, typer.Option("--image", help="IMAGE[,memory_mib=2048][,processors=1]: play in containers of it.")
     ] = None,
-    memory_mib: Annotated[int, typer.Option("--memory-mib", min=64, help="Of a container.")] = 2048,
-    processors: Annotated[float, typer.Option("--processors", min=0.1, help="Of a container.")] = 1.0,
     episodes: Annotated[
         int | None, typer.Option("--episodes", min=1, help="End after so many; default: never.")
     ] = None,
@@ -334,8 +331,7 @@ def run_episodes(
     with api() as client, contextlib.ExitStack() as stack:
         containers = None
         if image is not None:
-            limits = ContainerLimits(image, memory_mib << 20, processors)
-            containers = stack.enter_context(contextlib.closing(Containers(limits)))
+            containers = stack.enter_context(contextlib.closing(Containers(ContainerLimits.parse(image))))
         runner = EpisodeRunner(client, pool, named, score, most, containers)
         with suppress(KeyboardInterrupt):
             runner.run(stop, episodes)

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from spo.errors import NotReady
+from spo.errors import InvalidInput, NotReady
 
 if TYPE_CHECKING:
     import docker
@@ -64,6 +64,19 @@ class ContainerLimits:
     memory_bytes: int = 2 << 30
     processors: float = 1.0
 
+    @classmethod
+    def parse(cls, text: str) -> ContainerLimits:
+        """IMAGE[,memory_mib=2048][,processors=1]. Raises InvalidInput."""
+        image, *parts = text.split(",")
+        said = dict(part.partition("=")[::2] for part in parts)
+        try:
+            memory, processors = int(said.pop("memory_mib", 2048)), float(said.pop("processors", 1.0))
+        except ValueError as error:
+            raise InvalidInput(f"--image {text}: {error}") from None
+        if said or not image or memory < 64 or not 0.01 <= processors <= 1024:
+            raise InvalidInput(f"--image is IMAGE[,memory_mib=2048][,processors=1], not {text}")
+        return cls(image, memory << 20, processors)
+
 
 class Containers:
     """Starts episodes in containers of one engine, which go with this process. Safe from several threads.
@@ -91,7 +104,9 @@ class Containers:
         self._remover.wait()
         self._engine.close()
 
-    def start(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], base_url: str) -> Episode:
+    def start(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], base_url: str
+    ) -> EpisodeContainer:
         """Start a command with the files of a folder, read-only, in /episode. base_url: of its session."""
         begin = folder / ".begin"
         os.mkfifo(begin, 0o644)
@@ -116,7 +131,7 @@ class Containers:
             pids_limit=PROCESSES,
             log_config={"Type": "json-file", "Config": {"max-size": MOST_PRINTED, "max-file": "1"}},
         )
-        return Episode(container, base_url, begin)
+        return EpisodeContainer(container, base_url, begin)
 
 
 def engine_of_environment() -> docker.DockerClient:
@@ -145,7 +160,7 @@ def addresses(base_url: str) -> dict[str, str]:
     }
 
 
-class Episode:
+class EpisodeContainer:
     """A command in a container, as long as it runs."""
 
     def __init__(self, container: Container, base_url: str, begin: Path) -> None:

@@ -21,29 +21,45 @@ from tests.e2e.live.test_verifiers import QUICK
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(200), pytest.mark.timeout(900)]
 
-# It knows the package and the variables that the package reads, and nothing of the platform.
+# It knows the package and the variables that the package reads, and nothing of the platform. It thinks twice of its
+# first question, goes on from its second answer, asks something beside, and forgets all but its question at last.
 SCRIPT = """
-import openai
+import json, openai
 
 client = openai.OpenAI(max_retries=5)
-said = [{"role": "user", "content": open("statement.txt").read()}]
-for turn in range(2):
-    answer = client.chat.completions.create(model="gpt-5", messages=said, max_tokens=10)
-    said += [answer.choices[0].message.model_dump(), {"role": "user", "content": "1"}]
-print(answer.choices[0].message.content)
+
+def ask(said, model="gpt-5"):
+    answer = client.chat.completions.create(model=model, messages=said, max_tokens=10)
+    return answer.choices[0].message
+
+question = {"role": "user", "content": open("statement.txt").read()}
+ask([question])
+said = [question, ask([question]).model_dump(), {"role": "user", "content": "1"}]
+found = ask(said)
+ask([{"role": "user", "content": "2"}], "gpt-5-mini")
+beside = ask([{"role": "user", "content": "3"}])
+said = [question, {"role": "assistant", "content": "so"}, {"role": "user", "content": "4"}]
+print(ask(said).content, found.content, beside.content)
+print(json.load(open("problem.json"))["session"])
 """
 SCORE = "print(float('p' in open('answer.txt').read()))"
 PLAYED: dict[str, Any] = {
+    # What is said beside begins prompts of its own.
+    "model": {"max_prompt_tokens": 48},
     "tasks": {
         "train_problems": 6,
         "evaluation_problems": 0,
-        "harness": {"name": "script", "max_calls": 4, "max_seconds": 120, "reward": "runner", "runner_pool": "e2e"},
+        "harness": {
+            **{"name": "script", "max_calls": 8, "max_seconds": 120, "reward": "runner", "runner_pool": "e2e"},
+            # A branch has as many tokens as a response; an episode has three.
+            "max_episode_tokens": 160,
+        },
     },
     "algorithm": {"losses": [{"objective": "group_centred_squared"}], "value_noise": None},
     "rollout": {"samples_per_prompt": 4, "temperature": 1.0, "top_p": 1.0},
     "offline": {"human_solutions": False, "keep_reference_samples": False},
     "replay": {"mix": [{"source": "online", "share": 1.0}], "unit": "group", "min_online": 8},
-    "trainer": {"batch_size": 8, "steps": 2},
+    "trainer": {"batch_size": 8, "steps": 3},
 }
 
 
@@ -65,7 +81,7 @@ def runner(url: str, folder: Path) -> Iterator[None]:
         assert process.wait(60) == 0, (folder / "runner.log").read_text()
 
 
-def test_a_script_with_the_openai_package_plays_a_job_and_is_trained_token_for_token(
+def test_a_script_whose_episodes_branch_plays_a_job_and_each_token_of_its_trees_is_trained_once(
     live: Any, client: Client, tmp_path: Path, reference_model: Path
 ) -> None:
     spec = {**demo_spec(reference_model, merged(SHORT, QUICK), PLAYED), "value": None, "name": "played"}
@@ -80,9 +96,23 @@ def test_a_script_with_the_openai_package_plays_a_job_and_is_trained_token_for_t
     # Whole groups, each sample once; those that were being played when the last step was done are nobody's any more.
     assert set(Counter(each.group_id for each in kept).values()) == {4}
     assert len({each.trajectory_id for each in kept}) == len(kept)
-    for each in kept[:4]:
-        whole = client.trajectory(job.id, each.trajectory_id)
-        assert [segment.kind for segment in whole.segments] == ["action", "observation", "action"]
-        # What the script said is read and not trained on: it has no log-prob of the sampler's.
+    # What the sessions' trees have as sampled and not thrown away was trained on, each token once, and nothing else.
+    wholes = {each.trajectory_id: client.trajectory(job.id, each.trajectory_id) for each in kept}
+    for whole in wholes.values():
+        calls = client.agents.tree(whole.segments[-1].text.split()[-1]).calls
+        assert [call.parent for call in calls] == [None, None, 1, None, None, None]
+        first, second, beside, last = (calls[number] for number in (1, 2, 4, 5))
+        assert whole.prompt_token_ids == first.read
+        assert [(part.kind, part.tokens) for part in whole.segments] == [
+            *(("action", len(first.sampled)), ("observation", len(second.read)), ("action", len(second.sampled))),
+            *(("branch", len(beside.read)), ("action", len(beside.sampled))),
+            *(("branch", len(last.read)), ("action", len(last.sampled))),
+        ]
+        texts = [first.sampled, second.read, second.sampled, beside.read, beside.sampled, last.read, last.sampled]
+        assert whole.response_token_ids == [token for tokens in texts for token in tokens]
         assert len(whole.sampling_logprobs) == len(whole.response_token_ids)
-        assert 0 < sum(logprob != 0 for logprob in whole.sampling_logprobs) < len(whole.response_token_ids)
+    learnt = client.metrics(job.id)
+    assert learnt.steps == [1, 2, 3]
+    for step, tokens in zip(learnt.steps, learnt.series["tokens"], strict=True):
+        drawn = [wholes[each] for each in client.batch(job.id, step).trajectory_ids]
+        assert tokens == sum(part.tokens for whole in drawn for part in whole.segments if part.kind == "action")
