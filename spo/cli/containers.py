@@ -352,7 +352,7 @@ def remove_all(mark: str) -> None:
     engine = engine_of_environment()
     looks_without = 0
     while looks_without < 3:
-        left = engine.containers.list(all=True, filters={"label": f"{LABEL}={mark}"})
+        left = engine.containers.list(all=True, filters={"label": f"{LABEL}={mark}"}, ignore_removed=True)
         looks_without = 0 if left else looks_without + 1
         for each in left:
             # It may go by itself meanwhile.

@@ -113,7 +113,8 @@ def commands(program: str) -> dict[str, str]:
 
 
 def left(engine: docker.DockerClient) -> list[str]:
-    return [each.status for each in engine.containers.list(all=True, filters={"label": LABEL})]
+    here = {"label": LABEL}
+    return [each.status for each in engine.containers.list(all=True, filters=here, ignore_removed=True)]
 
 
 def test_an_agent_in_a_container_reaches_its_session_and_nothing_else(
