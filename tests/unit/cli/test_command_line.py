@@ -21,6 +21,7 @@ from spo.console import EXIT_CODES, ExitCode, exit_code_of
 from spo.demo.demo import RECIPE
 from spo.errors import catalogue
 from spo.spec.job_spec import parse_job_spec
+from tests.support import command_line
 
 ROOT = Path(__file__).parents[3]
 
@@ -61,7 +62,7 @@ def test_an_api_that_is_away_is_exit_code_6_with_its_address(tmp_path: Path) -> 
 def test_a_file_that_is_no_spec_is_exit_code_3(tmp_path: Path, text: str) -> None:
     spec_file = tmp_path / "job.yaml"
     spec_file.write_text(text)
-    failed = spo("job", "submit", str(spec_file), folder=tmp_path)
+    failed = command_line.spo("job", "submit", spec_file, environment={"SPO_API_URL": "http://127.0.0.1:1"})
     assert failed.returncode == 3
     assert str(spec_file) in failed.stderr
 
@@ -87,8 +88,10 @@ def test_every_kind_of_error_has_its_stable_exit_code() -> None:
     assert {kind: exit_code_of(kind("x")) for kind in codes} == codes
 
 
-def test_the_next_step_is_the_one_of_the_error_code(tmp_path: Path) -> None:
-    failed = spo("job", "mirror", "--to", "nowhere:x", "--all", "job_1", folder=tmp_path)
+def test_the_next_step_is_the_one_of_the_error_code() -> None:
+    environment = {"SPO_API_URL": "http://127.0.0.1:1"}
+
+    failed = command_line.spo("job", "mirror", "--to", "nowhere:x", "--all", "job_1", environment=environment)
 
     assert failed.returncode == 3
     assert "which_job" in failed.stderr

@@ -8,7 +8,6 @@ import hashlib
 import json
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from spo.client import Client
 from spo.errors import InvalidInput, NotFound, Unreachable
 from spo.spec.job_spec import TasksSpec
 from spo.testing.peers import wait_until
+from tests.support import command_line
 
 Document = dict[str, Any]
 
@@ -360,9 +360,7 @@ def test_the_command_line_uploads_lists_shows_and_deletes(api: httpx.Client, tmp
     file.write_bytes(rows(problem(1), b"{"))
 
     def spo(*words: str) -> subprocess.CompletedProcess[str]:
-        environment = {"PATH": "/usr/bin:/bin", "SPO_API_URL": str(api.base_url), "NO_COLOR": "1", "COLUMNS": "200"}
-        command = [sys.executable, "-m", "spo.cli", "dataset", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        return command_line.spo("dataset", *words, environment={"SPO_API_URL": str(api.base_url)})
 
     refused = spo("upload", str(file))
     assert refused.returncode == 3, refused.stderr

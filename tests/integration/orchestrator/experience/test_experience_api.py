@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from spo.testing.peers import ServiceDoubles
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
+from tests.support import command_line
 
 Document = dict[str, Any]
 TASKS = TasksSpec(kind="toy", train_problems=6, evaluation_problems=3)
@@ -364,11 +363,7 @@ def test_a_job_that_names_experience_nobody_stored_is_refused(api: httpx.Client,
 
 
 def spo(folder: Path, url: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "SPO_API_URL": url, "NO_COLOR": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "spo.cli", "experience", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False, input=stdin
-    )
+    return command_line.spo("experience", *arguments, environment={"SPO_API_URL": url}, folder=folder, stdin=stdin)
 
 
 def test_the_command_line_imports_shows_exports_and_prunes(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from spo.client import Client
 from spo.errors import catalogue
 from spo.testing.peers import ServiceDoubles
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
+from tests.support import command_line
 
-ROOT = Path(__file__).parents[4]
 OPERATOR_KEY = "the-operators-own-key"
 
 
@@ -35,10 +34,7 @@ def url(context_with_key: AppContext, serve: Callable[[AppContext], str]) -> str
 
 
 def spo(url: str, *arguments: str, key: str = OPERATOR_KEY) -> subprocess.CompletedProcess[str]:
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "200"}
-    environment |= {"SPO_API_URL": url, "SPO_API_KEY": key}
-    command = [sys.executable, "-m", "spo.cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return command_line.spo(*arguments, environment={"SPO_API_URL": url, "SPO_API_KEY": key})
 
 
 def answer(url: str, *arguments: str) -> Any:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +18,8 @@ from spo.messaging.streams.recovery import StreamHolder
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.runs import judged_group
+from tests.support import command_line
 
-ROOT = Path(__file__).parents[4]
 OPERATOR_KEY = "the-operators-own-key"
 VERDICTS = redis_keys.verdicts()
 
@@ -151,10 +148,9 @@ def test_letters_are_redriven_and_dropped_on_the_command_line(
     give_up(redis_client, job_id, b"1", b"2", b"3")
 
     def spo(*arguments: str) -> str:
-        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "COLUMNS": "200"}
-        environment |= {"SPO_API_URL": url, "SPO_API_KEY": OPERATOR_KEY}
-        command = [sys.executable, "-m", "spo.cli", "dead-letters", *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        environment = {"SPO_API_URL": url, "SPO_API_KEY": OPERATOR_KEY}
+        done = command_line.spo("dead-letters", *arguments, environment=environment)
+        assert done.returncode == 0, done.stderr
         return done.stdout
 
     listed = spo("list", "--job", job_id)

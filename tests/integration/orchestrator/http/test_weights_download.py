@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ from spo.client import Client
 from spo.errors import InternalError, NotFound
 from spo.spec.job_spec import parse_job_spec
 from spo.tasks.toy_tokenizer import build_tokenizer, save_tokenizer
+from tests.support import command_line
 
-ROOT = Path(__file__).parents[4]
 OPERATOR_KEY = "the-operators-own-key"
 
 
@@ -73,11 +71,9 @@ def test_plain_from_pretrained_takes_what_was_downloaded(
 def test_the_command_takes_the_newest_or_the_version_that_is_named(
     api: httpx.Client, job_id: str, tmp_path: Path
 ) -> None:
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    environment |= {"SPO_API_URL": str(api.base_url), "SPO_API_KEY": OPERATOR_KEY}
-    base = [sys.executable, "-m", "spo.cli", "weights", "export", job_id]
+    environment = {"SPO_API_URL": str(api.base_url), "SPO_API_KEY": OPERATOR_KEY}
     codes = [
-        subprocess.run([*base, *places], cwd=tmp_path, env=environment, capture_output=True, check=False).returncode
+        command_line.spo("weights", "export", job_id, *places, environment=environment, folder=tmp_path).returncode
         for places in (["newest"], ["1", "named"], ["2", "absent"], ["one", "absent"])
     ]
 

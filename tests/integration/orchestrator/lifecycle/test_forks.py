@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +28,7 @@ from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until
 from spo.weights.store import WeightStore
+from tests.support import command_line
 
 Document = dict[str, Any]
 
@@ -264,9 +263,8 @@ def test_the_command_line_forks(api: httpx.Client, parent: str, tmp_path: Path) 
     overrides = tmp_path / "changes.yaml"
     overrides.write_text("trainer: {steps: 7}\n")
     words = ["job", "fork", parent, "--version", "1", "--overrides", str(overrides), "-o", "json"]
-    environment = {"PATH": "/usr/bin:/bin", "SPO_API_URL": str(api.base_url), "NO_COLOR": "1"}
 
-    ran = subprocess.run([sys.executable, "-m", "spo.cli", *words], env=environment, capture_output=True, timeout=120)
+    ran = command_line.spo(*words, environment={"SPO_API_URL": str(api.base_url)})
 
     assert ran.returncode == 0, ran.stderr
     job = json.loads(ran.stdout)
