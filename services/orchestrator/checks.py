@@ -467,11 +467,9 @@ class PlanWarnings:
         mean_tokens: length of the job's responses so far; None before any is known.
         """
         found = [*unlearned_shares(spec), *_of_rates(spec), *_of_temperature(spec, mean_tokens), *_of_sharpness(spec)]
-        found += limit_warnings(spec, self.redis_bytes())
-        try:
-            shape = shape_of_folder(Path(spec.model.path))
-        except InvalidInput:
-            # An architecture that the plan does not know.
+        shape = _shape_of(spec)
+        found += limit_warnings(spec, shape, self.redis_bytes())
+        if shape is None:
             return found
         live = [replica for replica in self.replicas.live() if replica.device_memory_bytes]
         pools = {pool: [each for each in live if each.pool == pool] for pool in {replica.pool for replica in live}}
@@ -527,6 +525,14 @@ def _of_temperature(spec: JobSpec, mean_tokens: float | None) -> Iterator[FieldV
         f"asks each token of a response for {asked} nats of log-ratio; runs that stayed stable ask for {lowest:g} to "
         f"{highest:g}, which with responses of {lengths} is a beta of {low:.2g} to {high:.2g}",
     )
+
+
+def _shape_of(spec: JobSpec) -> ModelShape | None:
+    """None: an architecture that the plan does not know."""
+    try:
+        return shape_of_folder(Path(spec.model.path))
+    except InvalidInput:
+        return None
 
 
 def _of_trainers(spec: JobSpec, shape: ModelShape, trainers: Sequence[LiveReplica]) -> Iterator[FieldViolation]:

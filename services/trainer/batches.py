@@ -262,7 +262,8 @@ def length_of(row: TrainingSample) -> int:
 class ForwardLimits:
     """What one forward on one rank may hold; a unit that exceeds them alone is a forward of its own.
 
-    tokens: padding included, which there is unless `packed`; padded, each branch of an episode is a row of its own.
+    tokens: padding included, which there is unless `packed`; padded, each branch of an episode is a row of its own. Of
+    ranks that share their rows, all theirs together.
     rows: trajectories, None: as many as fit.
     """
 
@@ -273,7 +274,8 @@ class ForwardLimits:
     @classmethod
     def of(cls, trainer: TrainerSpec, *, packed: bool) -> ForwardLimits:
         """A job's; packed: its model computes without padding."""
-        return cls(trainer.max_tokens_per_micro_batch, trainer.micro_batch_size, packed)
+        tokens = trainer.max_tokens_per_micro_batch * trainer.sequence_parallel
+        return cls(tokens, trainer.micro_batch_size, packed)
 
     def hold(self, rows: int, tokens: int, padded: int) -> bool:
         """Whether so many rows, of so many tokens in all or so many with padding, may be one forward."""

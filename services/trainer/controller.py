@@ -291,14 +291,16 @@ class Controller:
             # One at a time, and none is left behind by a trainer that goes.
             command = self._await(pending)
         self._command_started = time.monotonic()
+        # Ranks that compute their rows together get the same ones.
+        width = self._spec.trainer.sequence_parallel
         shares = cut_into_minibatches(
             self._rows,
             self._spec.trainer.minibatches,
-            self._ranks.world_size,
+            self._ranks.world_size // width,
             self._limits,
             whole_groups=self._spec.algorithm.needs_groups,
         )
-        return self._ranks.scatter([replace(command, minibatches=share) for share in shares])
+        return self._ranks.scatter([replace(command, minibatches=share) for share in shares for _ in range(width)])
 
     def _still_owns(self) -> bool:
         with self.owning():

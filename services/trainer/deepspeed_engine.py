@@ -26,7 +26,9 @@ from typing import Any, Literal
 import deepspeed
 import deepspeed.comm
 import torch
+import torch.distributed as dist
 import transformers
+from deepspeed.sequence.layer import DistributedAttention
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, core_model_loading
@@ -44,7 +46,7 @@ from services.trainer.ranks import Ranks
 from spo.errors import IntegrityError, InvalidInput, PreconditionFailed
 from spo.model.folder import open_tensors
 from spo.model.folder_names import FolderNames, saved_buffers, whole_shape
-from spo.model.logprobs import checkpoint_activations, is_large
+from spo.model.logprobs import LocalAttention, checkpoint_activations, is_large, is_packed
 from spo.observability import is_out_of_memory
 from spo.spec.job_spec import TrainerSpec
 
@@ -152,6 +154,48 @@ def parameters_set_by(changed: Callable[[SetParameter], SetParameter]) -> Iterat
             del os.environ[ONE_BY_ONE]
         else:
             os.environ[ONE_BY_ONE] = before
+
+
+class SequenceGroup:
+    """Ranks that compute each packed row together, as DeepSpeed-Ulysses does: a `SharedRow`.
+
+    Between them the tokens are cut outside of attention, and the heads within: four exchanges a layer and pass.
+    """
+
+    def __init__(self, ranks: Ranks, width: int) -> None:
+        """width: how many; every rank makes its group together. Raises InvalidInput as `Ranks.neighbours`."""
+        self.size = width
+        self.rank = ranks.rank % width
+        self._group = ranks.neighbours(width)
+
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise InvalidInput (code "sequence_not_shared") where a model cannot be computed so."""
+        heads = model.config.get_text_config().num_attention_heads
+        problem = ""
+        if not is_packed(model):
+            problem = f"its type, {model.config.model_type}, is not computed in packed rows"
+        elif heads % self.size:
+            problem = f"its {heads} attention heads cannot be cut over {self.size} ranks"
+        if problem:
+            raise InvalidInput(
+                f"trainer.sequence_parallel is not possible for this model: {problem}", code="sequence_not_shared"
+            )
+
+    def attention(self, attend_to: LocalAttention, query_BLHD: Tensor, key_BLGD: Tensor, value_BLGD: Tensor) -> Tensor:
+        """From this rank's stretch of all heads to its stretch of their results (B, L, H, D), gradients included."""
+        exchanging = DistributedAttention(attend_to, self._group, scatter_idx=2, gather_idx=1)
+        found: Tensor = exchanging(query_BLHD, key_BLGD, value_BLGD, 0)
+        return found
+
+    def gathered(self, part_1N: Tensor) -> Tensor:
+        """The stretches of all ranks, (1, size N); a rank's gradients go to its own stretch.
+
+        Each rank has the whole loss, so that its part of the gradient is there once.
+        """
+        parts = [torch.empty_like(part_1N) for _ in range(self.size)]
+        dist.all_gather(parts, part_1N.detach().contiguous(), group=self._group)
+        parts[self.rank] = part_1N
+        return torch.cat(parts, dim=1)
 
 
 class ReferenceModel:

@@ -35,6 +35,7 @@ from services.trainer.batches import (
 from services.trainer.deepspeed_engine import (
     DeepSpeedEngine,
     ReferenceModel,
+    SequenceGroup,
     model_faults_named,
     partitioned_loading,
 )
@@ -64,6 +65,7 @@ from spo.model.folder_names import FolderNames, whole_shape
 from spo.model.logprobs import (
     DTYPES,
     PackedRow,
+    SharedRow,
     adapter_off,
     add_adapter,
     is_packed,
@@ -105,7 +107,7 @@ class ValueModel(nn.Module):
         position_ids_BL = (mask_BL.cumsum(dim=-1) - 1).clamp(min=0)
         return self._values(input_ids=input_ids_BL, attention_mask=mask_BL, position_ids=position_ids_BL)
 
-    def _values(self, **given: Tensor | int) -> Tensor:
+    def _values(self, **given: Tensor | int | SharedRow) -> Tensor:
         hidden_BLD = self.body(**given, use_cache=False).last_hidden_state
         value_BL = self.head(hidden_BLD[:, :-1]).squeeze(-1).float()
         return nn.functional.pad(value_BL, (1, 0))
@@ -237,11 +239,24 @@ def load_model(spec: JobSpec, device: torch.device, path: str = "") -> PreTraine
 class Policy:
     """What is trained. All ranks call every method together."""
 
-    def __init__(self, spec: JobSpec, device: torch.device, start: Sequence[Path], passes: int) -> None:
-        """start: files of the weights that training begins with, none: pi0's. passes: micro-batches per update."""
+    def __init__(
+        self,
+        spec: JobSpec,
+        device: torch.device,
+        start: Sequence[Path],
+        passes: int,
+        shared: SequenceGroup | None = None,
+    ) -> None:
+        """start: files of the weights that training begins with, none: pi0's. passes: micro-batches per update.
+
+        shared: the ranks that compute the same rows together with this one.
+        """
         self._spec = spec
         self._device = device
+        self._shared = shared
         model = load_model(spec, device)
+        if shared:
+            shared.check(model)
         lora = spec.model.lora
         if not lora:
             # An engine would refuse every version, after a step's work.
@@ -277,17 +292,18 @@ class Policy:
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """ln pi_theta of each response token, 0 elsewhere; (B, L), nats."""
-        return token_logprobs(self.engine.model, batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL)
+        given = batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL
+        return token_logprobs(self.engine.model, *given, self._shared)
 
     @torch.no_grad()
     def reference_logprobs(self, input_ids_BL: Tensor, attention_mask_BL: Tensor, wanted_BL: Tensor) -> Tensor:
         """ln pi0 of each wanted token, 0 elsewhere; (B, L), nats. Raises InvalidInput without a reference."""
         if self._reference is not None:
-            return token_logprobs(self._reference.model, input_ids_BL, attention_mask_BL, wanted_BL)
+            return token_logprobs(self._reference.model, input_ids_BL, attention_mask_BL, wanted_BL, self._shared)
         if not self._adapter_config:
             raise InvalidInput("the trainer holds no reference", code="no_reference")
         with adapter_off(self.engine.model):
-            return token_logprobs(self.engine.model, input_ids_BL, attention_mask_BL, wanted_BL)
+            return token_logprobs(self.engine.model, input_ids_BL, attention_mask_BL, wanted_BL, self._shared)
 
     def loss(self, micro_batch: MicroBatch, means: WeightedMeans) -> Tensor:
         """The mean loss of a micro-batch; what was measured on the way goes into `means`. Raises InvalidInput."""
@@ -399,7 +415,7 @@ class Policy:
         if self._teacher is not None:
             batch = self.batch(micro_batch)
             wanted = batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL
-            taught_BL = token_logprobs(self._teacher.model, *wanted)
+            taught_BL = token_logprobs(self._teacher.model, *wanted, self._shared)
             micro_batch.keep(replace(batch, teacher_logprobs_BL=taught_BL))
 
     def close(self) -> None:
@@ -428,16 +444,20 @@ class Learner:
         self._ranks = ranks
         self._spec = spec
         trainer = spec.trainer
-        share, rest = divmod(trainer.batch_size, ranks.world_size * trainer.minibatches)
+        width = trainer.sequence_parallel
+        shared = SequenceGroup(ranks, width) if width > 1 else None
+        share, rest = divmod(trainer.batch_size, ranks.world_size // width * trainer.minibatches)
         if rest:
             raise InvalidInput(
                 f"a batch of {trainer.batch_size} cannot be split evenly over {ranks.world_size} ranks "
-                f"in {trainer.minibatches} minibatches",
+                f"in {trainer.minibatches} minibatches" + (f", {width} ranks to a trajectory" if shared else ""),
                 code="batch_not_divisible",
             )
+        # Of what several ranks have alike the first one tells.
+        self._tells = ranks.rank % width == 0
         # At most: how many they are follows from each batch's lengths.
         passes = share
-        self._policy = Policy(spec, ranks.device, start, passes)
+        self._policy = Policy(spec, ranks.device, start, passes, shared)
         self._critic = None
         if spec.algorithm.critic:
             self._critic = Critic(load_model(spec, ranks.device), spec.algorithm, trainer, passes)
@@ -560,7 +580,7 @@ class Learner:
         algorithm = self._spec.algorithm
         if not any(term.needs("batch") for term in algorithm.losses):
             return
-        parts = [micro_batch for micro_batch in micro_batches if not micro_batch.idle]
+        parts = [micro_batch for micro_batch in micro_batches if self._tells and not micro_batch.idle]
         own = [BatchTotals.of(self._policy.batch(part), algorithm.losses, algorithm.beta) for part in parts]
         totals = BatchTotals.added([found for each in self._ranks.gather(own) for found in each])
         for micro_batch in micro_batches:
@@ -612,6 +632,7 @@ class Learner:
     ) -> None:
         """Add up the gradients of all micro-batches. Raises UnusableBatch where one has no loss on some rank."""
         # DeepSpeed averages gradients over ranks, so a rank's losses add up to world_size times its part of the mean.
+        # Ranks that share rows have the same loss, each the gradients through its own tokens, which add up to it.
         scale = self._ranks.world_size / minibatch.size
         for number, micro_batch in enumerate(minibatch.micro_batches, start=1):
             (loss,) = on_each(self._ranks, [micro_batch], loss_of)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from spo.errors import SpoError
+from spo.errors import InvalidInput, SpoError
 from spo.local.die_with_parent import die_with_torchrun
 from spo.observability import get_logger
 
@@ -40,11 +40,29 @@ class Ranks:
     device: torch.device
     control: dist.ProcessGroup
     store: TCPStore | None = None
+    timeout: timedelta | None = None
+    _groups: dict[int, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    def neighbours(self, width: int) -> dist.ProcessGroup:
+        """The group of tensors of the `width` ranks that this one is among: 0 to width - 1, and so on.
+
+        Every rank calls this together. Raises InvalidInput where the ranks cannot be cut into such groups.
+        """
+        if self.world_size % width:
+            raise InvalidInput(
+                f"{self.world_size} ranks cannot be cut into groups of {width} (trainer.sequence_parallel)",
+                code="ranks_not_divisible",
+            )
+        if width not in self._groups:
+            firsts = range(0, self.world_size, width)
+            every = [dist.new_group(range(first, first + width), timeout=self.timeout) for first in firsts]
+            self._groups[width] = every[self.rank // width]
+        return self._groups[width]
 
     def scatter(self, parcels: list[T] | None) -> T:
         """Rank 0 gives one parcel per rank; everyone gets its own."""
@@ -133,7 +151,7 @@ def join_ranks(timeout_seconds: float) -> Ranks:
         # Alone: no port to listen on, so nothing to collide with.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(rank, world_size, device, control, torchrun_store(world_size))
+    return Ranks(rank, world_size, device, control, torchrun_store(world_size), timeout)
 
 
 def torchrun_store(world_size: int) -> TCPStore | None:

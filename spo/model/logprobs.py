@@ -99,11 +99,36 @@ def attention_for(config: Mapping[str, Any], *, packing: bool) -> str:
     return ATTENTION if packing and config.get("model_type") in PACKABLE else "sdpa"
 
 
+LocalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class SharedRow(Protocol):
+    """Ranks that compute a packed row together: each has one of `size` equal stretches of its tokens, all log-probs."""
+
+    rank: int
+    size: int
+
+    def attention(self, attend_to: LocalAttention, query_BLHD: Tensor, key_BLGD: Tensor, value_BLGD: Tensor) -> Tensor:
+        """From this rank's stretch of all heads to its stretch of their results (B, L, H, D), gradients included.
+
+        attend_to: gets the whole row of this rank's share of the heads.
+        """
+
+    def gathered(self, part_1N: Tensor) -> Tensor:
+        """The stretches of all ranks, (1, size N); a rank's gradients go to its own stretch."""
+
+
+def part_of(values_1T: Tensor, shared: SharedRow) -> Tensor:
+    """This rank's stretch of a row, which is filled up with zeros to equal ones; (1, N)."""
+    filled = nn.functional.pad(values_1T, (0, -values_1T.shape[1] % shared.size))
+    return filled.chunk(shared.size, dim=1)[shared.rank]
+
+
 class AttentionOptions(TypedDict, total=False):
     """What transformers tells an attention function beside its tensors, as far as it counts here.
 
     cu_seq_lens_q: where each sequence of the only row begins, and where the last ends; int32. max_length_q: tokens of
-    the longest.
+    the longest. shared_row: with whom the row is computed; the bounds are those of the whole row.
     """
 
     dropout: float
@@ -112,6 +137,7 @@ class AttentionOptions(TypedDict, total=False):
     sliding_window: int | None
     cu_seq_lens_q: Tensor | None
     max_length_q: int | None
+    shared_row: SharedRow | None
 
 
 def attend(
@@ -123,6 +149,9 @@ def attend(
     **told: Unpack[AttentionOptions],
 ) -> tuple[Tensor, None]:
     """Causal attention as transformers calls it; (B, L, H, D). Without a mask and bounds each row is one sequence."""
+    shared = told.get("shared_row")
+    if shared is not None:
+        return _attend_together(shared, query_BHLD, key_BGLD, value_BGLD, {**told, "shared_row": None}), None
     dropout, scaling = told.get("dropout", 0.0), told.get("scaling")
     if attention_mask is not None:
         tensors = query_BHLD, key_BGLD, value_BGLD, attention_mask
@@ -152,6 +181,26 @@ def attend(
         given = query_BHLD[:, :, rows], key_BGLD[:, :, columns], value_BGLD[:, :, columns]
         parts.append(sdpa_attention_forward(module, *given, mask_LL, dropout, scaling)[0])
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+
+
+def _attend_together(
+    shared: SharedRow, query_BHLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, told: AttentionOptions
+) -> Tensor:
+    """Each rank attends over the whole row with its share of the heads; (B, L, H, D) of this rank's stretch."""
+    heads = query_BHLD.shape[1] // key_BGLD.shape[1]
+    if key_BGLD.shape[1] % shared.size:
+        # Fewer heads of keys than ranks: each query's goes with it.
+        key_BGLD, value_BGLD = (found.repeat_interleave(heads, dim=1) for found in (key_BGLD, value_BGLD))
+        heads = 1
+    # Stands for the layer, of which sdpa reads how many queries share a key.
+    layer = nn.Module()
+    vars(layer)["num_key_value_groups"] = heads
+
+    def attend_to(query_BLHD: Tensor, key_BLGD: Tensor, value_BLGD: Tensor) -> Tensor:
+        whole_row = query_BLHD.transpose(1, 2), key_BLGD.transpose(1, 2), value_BLGD.transpose(1, 2)
+        return attend(layer, whole_row[0], whole_row[1], whole_row[2], None, **told)[0]
+
+    return shared.attention(attend_to, *(found.transpose(1, 2) for found in (query_BHLD, key_BGLD, value_BGLD)))
 
 
 def _has_varlen_kernel(query_BHLD: Tensor, value_BGLD: Tensor) -> bool:
@@ -236,14 +285,27 @@ class PackedRow:
             shape=attention_mask_BL.shape,
         )
 
-    def model_inputs(self) -> dict[str, Tensor | int]:
-        """What a transformers model is given beside the tokens, in the words of its attention kernels."""
+    def model_inputs(self, shared: SharedRow | None = None) -> dict[str, Tensor | int | SharedRow]:
+        """What a transformers model is given beside the tokens, in the words of its attention kernels.
+
+        shared: the model gets this rank's stretch, and its attention the bounds of the whole row, in which what fills
+        the stretches up is a sequence of its own.
+        """
+        positions_1T, bounds, longest = self.position_ids_1T, self.bounds, self.longest
+        beside: dict[str, Tensor | int | SharedRow] = {}
+        if shared is not None:
+            positions_1T, beside = part_of(positions_1T, shared), {"shared_row": shared}
+            spare = -len(self.source_T) % shared.size
+            if spare:
+                bounds = nn.functional.pad(bounds, (0, 1), value=len(self.source_T) + spare)
+                longest = max(longest, spare)
         return {
-            "position_ids": self.position_ids_1T,
-            "cu_seq_lens_q": self.bounds,
-            "cu_seq_lens_k": self.bounds,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
+            "position_ids": positions_1T,
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            **beside,
         }
 
     def pack(self, values_BL: Tensor) -> Tensor:
@@ -411,13 +473,18 @@ def load_policy(path: str | Path, dtype: str, *, packing: bool = True) -> PreTra
 
 
 def token_logprobs(
-    model: nn.Module, input_ids_BL: Tensor, attention_mask_BL: Tensor, wanted_BL: Tensor | None = None
+    model: nn.Module,
+    input_ids_BL: Tensor,
+    attention_mask_BL: Tensor,
+    wanted_BL: Tensor | None = None,
+    shared: SharedRow | None = None,
 ) -> Tensor:
     """Return logprobs_BL: at l the log-prob of token l given the tokens before it, 0 at padding and at first tokens.
 
     `model` is a module called like a transformers causal LM, a DeepSpeed engine included. Padding on either side. Where
     wanted_BL is given and false, 0: what nobody needs costs neither time nor memory in the last layer. Tokens of
-    different numbers in the mask, those of an episode's branches, do not see each other.
+    different numbers in the mask, those of an episode's branches, do not see each other. shared: ranks that call this
+    together with equal tensors, of a model that is packed; each computes its stretch, and all get all log-probs.
     """
     row = PackedRow.of(attention_mask_BL) if is_packed(model) else None
     if row is None:
@@ -429,13 +496,29 @@ def token_logprobs(
         if wanted_BL is not None:
             has_context_BL &= wanted_BL[:, 1:]
         beside = {"attention_mask": mask_BL, "position_ids": position_ids_BL}
-        return nn.functional.pad(_next_token_logprobs(model, input_ids_BL, beside, has_context_BL), (1, 0))
+        asked = _asked(input_ids_BL, has_context_BL)
+        return _after_the_first(_next_token_logprobs(model, input_ids_BL, beside, *asked))
     ids_1T = row.pack(input_ids_BL)
     has_context_1T = row.position_ids_1T[:, 1:] > 0
     if wanted_BL is not None:
         has_context_1T &= row.pack(wanted_BL)[:, 1:]
-    chosen_1T = _next_token_logprobs(model, ids_1T, row.model_inputs(), has_context_1T)
-    return row.unpack(nn.functional.pad(chosen_1T, (1, 0)))
+    own_1N, (tokens_1N, asked_1N) = ids_1T, _asked(ids_1T, has_context_1T)
+    if shared is not None:
+        own_1N, tokens_1N, asked_1N = (part_of(whole, shared) for whole in (own_1N, tokens_1N, asked_1N))
+    found_1T = _next_token_logprobs(model, own_1N, row.model_inputs(shared), tokens_1N, asked_1N)
+    if shared is not None:
+        found_1T = shared.gathered(found_1T)[:, : ids_1T.shape[1]]
+    return row.unpack(_after_the_first(found_1T))
+
+
+def _asked(ids_BL: Tensor, wanted_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """After each position the token that follows and whether it is wanted; after the last 0 and not."""
+    return nn.functional.pad(ids_BL[:, 1:], (0, 1)), nn.functional.pad(wanted_BL, (0, 1))
+
+
+def _after_the_first(of_next_BL: Tensor) -> Tensor:
+    """Each token's own value, from those that positions have of the next one; 0 at the first."""
+    return nn.functional.pad(of_next_BL[:, :-1], (1, 0))
 
 
 def _logprobs_of_branches(
@@ -485,8 +568,8 @@ def response_logprobs(
             mask_BL[index, : len(sequences[row])] = 1
             mask = trained[row] if trained else None
             wanted_BL[index, len(prompts[row]) : len(sequences[row])] = True if mask is None else torch.tensor(mask)
-        inputs = (tensor.to(device) for tensor in (input_ids_BL, mask_BL, wanted_BL))
-        logprobs_BL = token_logprobs(model, *inputs).cpu()
+        on_device = input_ids_BL.to(device), mask_BL.to(device), wanted_BL.to(device)
+        logprobs_BL = token_logprobs(model, *on_device).cpu()
         for index, row in enumerate(rows):
             found[row] = logprobs_BL[index, len(prompts[row]) : len(sequences[row])].tolist()
     return found
@@ -520,19 +603,20 @@ def _response_logprobs_by_branch(
 
 
 def _next_token_logprobs(
-    model: nn.Module, input_ids_BL: Tensor, beside: Mapping[str, Tensor | int], wanted_BL: Tensor
+    model: nn.Module,
+    input_ids_BL: Tensor,
+    beside: Mapping[str, Tensor | int | SharedRow],
+    tokens_BL: Tensor,
+    asked_BL: Tensor,
 ) -> Tensor:
-    """One forward: at l < L - 1 the log-prob of token l + 1 where wanted (B, L - 1), else 0."""
-    next_tokens_BL = input_ids_BL[:, 1:]
+    """One forward: the log-prob of the token that follows each position where it is asked for, else 0; (B, L)."""
     head = next((found for found in model.modules() if isinstance(found, LogprobHead)), None)
     if head is None:
-        logits_BLV = model(input_ids=input_ids_BL, **beside, use_cache=False).logits[:, :-1]
-        return _chosen_logprobs(logits_BLV, next_tokens_BL).masked_fill(~wanted_BL, 0.0)
-    # Nothing follows the last position.
-    tokens_BL, asked_BL = (nn.functional.pad(found, (0, 1)) for found in (next_tokens_BL, wanted_BL))
+        logits_BLV = model(input_ids=input_ids_BL, **beside, use_cache=False).logits
+        return _chosen_logprobs(logits_BLV, tokens_BL).masked_fill(~asked_BL, 0.0)
     with head.asked(tokens_BL, asked_BL):
         logprobs_BL: Tensor = model(input_ids=input_ids_BL, **beside, use_cache=False).logits
-    return logprobs_BL[:, :-1]
+    return logprobs_BL
 
 
 def _chosen_logprobs(logits_BLV: Tensor, tokens_BL: Tensor) -> Tensor:

@@ -430,6 +430,16 @@ def offload_has_parts(spec: JobSpec) -> Iterator[Violation]:
         yield "trainer/offload", "offloading parameters needs trainer.zero_stage 3"
 
 
+def rows_can_be_shared(spec: JobSpec) -> Iterator[Violation]:
+    """Only packed rows are cut into stretches, and the critic reads its values across them."""
+    if spec.trainer.sequence_parallel == 1:
+        return
+    if not spec.trainer.packing:
+        yield "trainer/sequence_parallel", "ranks share packed rows: trainer.packing true"
+    if spec.algorithm.critic:
+        yield "trainer/sequence_parallel", "a critic is computed by one rank: 1, or an objective without one"
+
+
 def memory_can_be_learned_from(spec: JobSpec) -> Iterator[Violation]:
     """Answers from memory come one by one, from the run's own rollouts, and somebody learns from them."""
     memory, fresh = spec.replay.memory, spec.replay.online_share
@@ -603,6 +613,7 @@ RULES: tuple[Callable[[JobSpec], Iterator[Violation]], ...] = (
     retried_samples_are_kept,
     adapter_is_possible,
     offload_has_parts,
+    rows_can_be_shared,
 )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ CHECKPOINTS = 3
 # Where Redis stops taking work, of its maxmemory (the replay buffer's stop_memory_share).
 STOP_SHARE = 0.9
 MOST_RANKS = 4096
+# Ranks of one trajectory, as `trainer.sequence_parallel` has it.
+MOST_SHARING = 64
 
 # The plan errs by less than this; where it says that a trainer fits which does not, so much less is asked for.
 PLAN_ERROR = 0.15
@@ -245,6 +248,10 @@ def system_limits(spec: JobSpec, shape: ModelShape | None = None, redis_bytes: i
                 "tokens",
             )
         )
+    width = spec.trainer.sequence_parallel
+    if shape and width > 1:
+        whole = max(count for count in range(1, width + 1) if not shape.heads % count)
+        found.append(SystemLimit("attention heads over ranks", "/trainer/sequence_parallel", width, whole, "ranks"))
     if redis_bytes:
         window, batches = stored_bytes(spec)
         pointer = "/trainer/checkpoint_interval" if batches > window else "/replay/online_capacity"
@@ -269,9 +276,10 @@ def stored_bytes(spec: JobSpec) -> tuple[int, int]:
 
 
 def tokens_of_a_forward(spec: JobSpec) -> int:
-    """The most tokens of a micro-batch."""
-    most = max(spec.trainer.max_tokens_per_micro_batch, most_trained(spec))
-    return min(most, (spec.trainer.micro_batch_size or most) * most_trained(spec))
+    """The most tokens that a rank has of a micro-batch; ranks that share their rows have a stretch each."""
+    own = -(-most_trained(spec) // spec.trainer.sequence_parallel)
+    most = max(spec.trainer.max_tokens_per_micro_batch, own)
+    return min(most, (spec.trainer.micro_batch_size or most) * own)
 
 
 def teacher_parameters(spec: JobSpec, shape: ModelShape) -> int:
@@ -328,7 +336,9 @@ def trainer_memory(spec: JobSpec, shape: ModelShape, ranks: int) -> TrainerMemor
 def _bytes_per_token(spec: JobSpec, shape: ModelShape) -> int:
     """Of activations kept for the backward pass: layers' inputs and one whole layer, or all layers whole."""
     width = bytes_of(spec.model.dtype)
-    attention = 8 * shape.hidden + 2 * shape.kv_heads * shape.head_size
+    # Keys and values that cannot be cut over the ranks of a row are one for each query.
+    keys = shape.heads if shape.kv_heads % spec.trainer.sequence_parallel else shape.kv_heads
+    attention = 8 * shape.hidden + 2 * keys * shape.head_size
     layer = width * (attention + 4 * shape.intermediate)
     if recomputes(spec, shape):
         # The gradients of the layer at work are as large as what it keeps.
@@ -424,16 +434,22 @@ def changed(spec: JobSpec, changes: Mapping[str, Any]) -> JobSpec:
 
 def what_fits(spec: JobSpec, shape: ModelShape, ranks: int, device_bytes: int) -> dict[str, Any] | None:
     """The cheapest changes after which it fits: none of them, where it does; None where nothing helps."""
-    return next((each for each in _changes(spec) if fits(changed(spec, each), shape, ranks, device_bytes)), None)
+    for each in _changes(spec, shape, ranks):
+        found = changed(spec, each)
+        # Others would have nothing to do.
+        at_work = ranks <= spec.trainer.batch_size * found.trainer.sequence_parallel
+        if at_work and fits(found, shape, ranks, device_bytes):
+            return each
+    return None
 
 
 def fewest_ranks(spec: JobSpec, shape: ModelShape, device_bytes: int) -> tuple[int, dict[str, Any]] | None:
     """The least number of ranks on which all weights train, and the settings with it; None where none is enough.
 
-    No more ranks than a batch has trajectories: others would have nothing to do.
+    No more ranks than a batch has trajectories, times those that share one.
     """
     ranks = 1
-    while ranks <= min(MOST_RANKS, spec.trainer.batch_size):
+    while ranks <= MOST_RANKS:
         changes = what_fits(spec, shape, ranks, device_bytes)
         if changes is not None and "lora" not in changes:
             return ranks, changes
@@ -443,29 +459,47 @@ def fewest_ranks(spec: JobSpec, shape: ModelShape, device_bytes: int) -> tuple[i
 
 def what_is_not_cut(spec: JobSpec, shape: ModelShape) -> str:
     """What a rank holds however many there are, in words."""
-    cut = changed(spec, {"zero_stage": 3, "activation_checkpointing": True, "offload": "optimizer"})
-    memory = trainer_memory(changed(cut, {"max_tokens_per_micro_batch": most_trained(spec)}), shape, MOST_RANKS)
+    width = max([spec.trainer.sequence_parallel, *_wider(spec, shape, MOST_RANKS)])
+    least = {"zero_stage": 3, "activation_checkpointing": True, "offload": "optimizer", "sequence_parallel": width}
+    cut = changed(spec, least)
+    memory = trainer_memory(
+        changed(cut, {"max_tokens_per_micro_batch": -(-most_trained(spec) // width)}), shape, MOST_RANKS
+    )
     alone = in_gigabytes(memory.activations + memory.logits)
+    cut_over = f", cut over {width} of them" if width > 1 else ", which share none of this job"
     return (
-        f"one trajectory of {most_trained(spec):,} tokens alone takes {alone} on a rank, and ranks share no "
-        "trajectory: shorter responses, or larger devices"
+        f"one trajectory of {most_trained(spec):,} tokens alone takes {alone} on each of its ranks{cut_over}: shorter "
+        "responses, or larger devices"
     )
 
 
-def _changes(spec: JobSpec) -> Iterator[dict[str, Any]]:
-    stages = [stage for stage in (1, 2, 3) if stage > spec.trainer.zero_stage]
-    tokens = spec.trainer.max_tokens_per_micro_batch
-    least = most_trained(spec)
+def _wider(spec: JobSpec, shape: ModelShape, ranks: int) -> list[int]:
+    """More ranks to a trajectory than the job has, as far as rows can be shared."""
+    if not spec.trainer.packing or spec.algorithm.critic:
+        return []
+    widths = (spec.trainer.sequence_parallel * 2**power for power in range(1, 7))
+    return [width for width in widths if width <= MOST_SHARING and not ranks % width and not shape.heads % width]
+
+
+def _shorter(spec: JobSpec, width: int) -> Iterator[dict[str, Any]]:
+    """Fewer tokens in a forward, down to those of one trajectory."""
+    tokens, least = spec.trainer.max_tokens_per_micro_batch, -(-most_trained(spec) // width)
     smaller = [tokens // 2**power for power in range(1, 8) if tokens // 2**power > least]
-    shorter: list[dict[str, Any]] = [{}] + [
-        {"max_tokens_per_micro_batch": count} for count in [*smaller, *([least] if least < tokens else [])]
-    ]
+    yield {}
+    for count in [*smaller, *([least] if least < tokens else [])]:
+        yield {"max_tokens_per_micro_batch": count}
+
+
+def _changes(spec: JobSpec, shape: ModelShape, ranks: int) -> Iterator[dict[str, Any]]:
+    stages = [stage for stage in (1, 2, 3) if stage > spec.trainer.zero_stage]
+    shared: list[dict[str, Any]] = [{}, *({"sequence_parallel": width} for width in _wider(spec, shape, ranks))]
     for adapter in ({}, {"lora": 16}) if spec.model.lora is None else ({},):
         for held in ({}, {"offload": "optimizer"}) if spec.trainer.offload == "none" else ({},):
-            for layers in ({}, {"activation_checkpointing": True}):
+            # Exchanges between cards cost less than a step on the CPU, more than a layer twice.
+            for row, layers in product(shared, ({}, {"activation_checkpointing": True})):
                 for part in [{}, *({"zero_stage": stage} for stage in stages)]:
-                    for batch in shorter:
-                        yield {**part, **batch, **layers, **held, **adapter}
+                    for batch in _shorter(spec, row.get("sequence_parallel", spec.trainer.sequence_parallel)):
+                        yield {**part, **batch, **layers, **row, **held, **adapter}
 
 
 @dataclass(frozen=True)
@@ -615,9 +649,9 @@ def memory_advice(spec: JobSpec, shape: ModelShape, ranks: int, device_bytes: in
     return MemoryAdvice(ranks, needed, usable, what_fits(spec, shape, ranks, wanted))
 
 
-def limit_warnings(spec: JobSpec, redis_bytes: int) -> Iterator[FieldViolation]:
-    """Each limit of the system that the job goes beyond."""
-    for limit in system_limits(spec, redis_bytes=redis_bytes):
+def limit_warnings(spec: JobSpec, shape: ModelShape | None, redis_bytes: int) -> Iterator[FieldViolation]:
+    """Each limit of the system that the job goes beyond; shape: None where the plan does not know the architecture."""
+    for limit in system_limits(spec, shape, redis_bytes):
         if not limit.is_met:
             yield FieldViolation(limit.pointer, limit.words)
 

@@ -624,6 +624,13 @@ class TrainerSpec(Section):
     packing: bool = Field(
         default=True, description="No padding in a forward, where that is right for the model; value-estimation alike."
     )
+    sequence_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Ranks that compute each forward together, a stretch of its tokens each: so many times the tokens "
+        "fit. Divides the ranks and the model's attention heads; of models that are packed, without a critic.",
+    )
     activation_checkpointing: bool | None = Field(
         default=None,
         description="Layers run twice instead of keeping what they computed; by default from 50 million parameters on.",

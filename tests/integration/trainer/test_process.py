@@ -26,7 +26,7 @@ from spo.rpc.client import is_healthy
 from spo.spec.job_spec import JobSpec
 from spo.testing.peers import wait_until
 from spo.testing.runs import toy_spec
-from spo.testing.trainer import OneJob, TrajectoryPool, served
+from spo.testing.trainer import OneJob, TrajectoryPool, sampled_trajectories, served, write_random_llama
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.weights.store import WeightStore
 from tests.support.warm_services import start_warm
@@ -132,13 +132,18 @@ def surroundings(tiny_model_path: Path, trajectories: list[Any], tmp_path: Path)
                 raise
 
 
-@pytest.mark.parametrize("method", ["spo", "ppo", "group_centred"])
+@pytest.mark.parametrize("method", ["spo", "ppo", "group_centred", "shared_rows"])
 @pytest.mark.timeout(600)
 def test_two_ranks_at_zero_stage_2_learn_what_one_rank_learns(
-    surroundings: Surroundings, tiny_model_path: Path, method: str
+    surroundings: Surroundings, tiny_model_path: Path, method: str, tmp_path: Path
 ) -> None:
-    job = surroundings.job
-    job.spec = job_spec(tiny_model_path, method, zero_stage=2, steps=6)
+    job, path = surroundings.job, tiny_model_path
+    if method == "shared_rows":
+        # With heads for both.
+        path = tmp_path / "two_heads"
+        write_random_llama(path, seed=0, width=64)
+        surroundings.pool.trajectories = sampled_trajectories(path, 32)
+    job.spec = job_spec(path, method, zero_stage=2, steps=6)
     single = surroundings.start()
     surroundings.wait_finished()
     single.terminate()
@@ -146,14 +151,15 @@ def test_two_ranks_at_zero_stage_2_learn_what_one_rank_learns(
     alone, losses = surroundings.weights(2), [job.metrics[step]["loss"] for step in range(1, 7)]
     norms = [job.metrics[step]["grad_norm"] for step in range(1, 7)]
 
-    job.reset(job.spec, "job_two_ranks")
+    together = {"sequence_parallel": 2} if method == "shared_rows" else {}
+    job.reset(job_spec(path, method, zero_stage=2, steps=6, **together), "job_two_ranks")
     surroundings.start(*TORCHRUN)
     surroundings.wait_finished()
 
     assert [job.metrics[step]["loss"] for step in range(1, 7)] == pytest.approx(losses, rel=1e-4)
     assert [job.metrics[step]["grad_norm"] for step in range(1, 7)] == pytest.approx(norms, rel=1e-4)
-    together = surroundings.weights(2)
-    assert max(float((alone[name] - together[name]).abs().max()) for name in alone) < 1e-4
+    ended = surroundings.weights(2)
+    assert max(float((alone[name] - ended[name]).abs().max()) for name in alone) < 1e-4
     assert (Path(job.checkpoints[-1].path) / "rank-00001.safetensors").exists()
 
 

@@ -41,7 +41,6 @@ def random_model(model_type: str, attention: str, **fields: Any) -> PreTrainedMo
         moe_intermediate_size=16,
         num_hidden_layers=3,
         num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=8,
         num_local_experts=4,
         num_experts=4,
@@ -49,7 +48,7 @@ def random_model(model_type: str, attention: str, **fields: Any) -> PreTrainedMo
         sliding_window=WINDOW,
         use_sliding_window=True,
         max_window_layers=1,
-        **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, **fields},
+        **{"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, **fields},
     )
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

@@ -104,6 +104,7 @@ def test_a_model_path_is_enough() -> None:
         ({**MODEL, "algorithm": {"losses": [{"objective": "monte_carlo_squared"}]}}, ["/algorithm/losses/0/objective"]),
         ({**MODEL, "algorithm": {"critic": {}}}, ["/algorithm/critic"]),
         ({**MODEL, "trainer": {"zero_stage": 0, "offload": "optimizer"}}, ["/trainer/offload"]),
+        ({**MODEL, "trainer": {"sequence_parallel": 2, "packing": False}}, ["/trainer/sequence_parallel"]),
         ({**MODEL, "trainer": {"zero_stage": 2, "offload": "optimizer_and_parameters"}}, ["/trainer/offload"]),
         (
             replay(sampler="outcome_balanced", correct_only=True, max_age_versions=1, min_value_spread=0.1)

@@ -97,6 +97,11 @@ WALK = {
         document(128, SHAPE.positions * 2),
         "/model/max_response_tokens",
     ),
+    "attention heads over ranks": (
+        document(128, 4096) | {"trainer": {"sequence_parallel": SHAPE.heads // 2}},
+        document(128, 4096) | {"trainer": {"sequence_parallel": 2 * SHAPE.heads}},
+        "/trainer/sequence_parallel",
+    ),
     "trajectories in Redis": (with_window(ROOM // 2), with_window(2 * ROOM), "/replay/online_capacity"),
     # A half of each batch is live and is served twice: 32 fresh ones a step, kept for three intervals.
     "trajectories in Redis, of batches": (
@@ -121,7 +126,7 @@ def test_every_limit_of_the_system_is_known_to_the_plan_and_where_a_job_is_submi
     assert not exceeded.is_met
     assert exceeded.pointer == pointer
     assert any(exceeded.words in told for told in plan_job(spec, roomy, 8, Device(), redis_bytes).warnings)
-    if name == "prompt and response in the model's positions":
+    if name in ("prompt and response in the model's positions", "attention heads over ranks"):
         # From the folder's configuration: tests/integration/orchestrator/lifecycle/test_model_check.py.
         return
     try:
@@ -132,7 +137,8 @@ def test_every_limit_of_the_system_is_known_to_the_plan_and_where_a_job_is_submi
 
 
 def test_the_walk_has_every_limit_and_messages_have_the_sizes_that_the_plan_knows() -> None:
-    known = {limit.name for limit in system_limits(parse_job_spec(document(128, 4096)), SHAPE, REDIS_BYTES)}
+    shared = document(128, 4096) | {"trainer": {"sequence_parallel": 2}}
+    known = {limit.name for limit in system_limits(parse_job_spec(shared), SHAPE, REDIS_BYTES)}
     assert known == {name.partition(",")[0] for name in WALK}
     assert MESSAGE_BYTES == MAX_TRAJECTORY_BYTES
     assert 2 * MESSAGE_BYTES == MAX_MESSAGE_BYTES

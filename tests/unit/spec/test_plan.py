@@ -17,6 +17,7 @@ from spo.spec.plan import (
     Device,
     Plan,
     changed,
+    fewest_ranks,
     fits,
     in_gigabytes,
     named_shape,
@@ -26,6 +27,7 @@ from spo.spec.plan import (
     trainer_memory,
     unlearned_shares,
     what_fits,
+    what_is_not_cut,
 )
 from spo.spec.section import STORED, read_spec
 
@@ -124,9 +126,10 @@ def test_the_first_settings_that_fit_are_those_that_cost_least() -> None:
         ("llama-3-8b", 4096, 80, 1),
         ("llama-3-8b", 32_768, 80, 1),
         ("llama-3-70b", 8192, 80, 8),
-        ("llama-3-70b", 16_384, 80, 16),
-        ("llama-3-70b", 65_536, 80, None),
-        ("llama-3-70b", 131_072, 141, None),
+        # From here on ranks share a trajectory.
+        ("llama-3-70b", 32_768, 80, 8),
+        ("llama-3-70b", 131_072, 40, 32),
+        ("llama-3-70b", 131_072, 10, None),
     ],
 )
 def test_the_fewest_devices_are_found_or_it_is_said_that_no_number_is_enough(
@@ -142,8 +145,26 @@ def test_the_fewest_devices_are_found_or_it_is_said_that_no_number_is_enough(
     ranks, changes = found.fewest
     assert ranks == fewest
     assert fits(changed(spec, changes), named_shape(shape), ranks, device_gb * 10**9)
+    assert ("sequence_parallel" in changes) == (tokens > 8192 and shape == "llama-3-70b")
     half = what_fits(spec, named_shape(shape), ranks // 2, device_gb * 10**9) if ranks > 1 else None
     assert half is None or "lora" in half
+
+
+def test_ranks_that_share_a_trajectory_have_a_stretch_of_it_each_and_are_as_many_as_have_heads() -> None:
+    shape = named_shape("llama-3-70b")
+    alone, two = (spec_of(trainer={"zero_stage": 3, "sequence_parallel": width}) for width in (1, 2))
+    long = {"model": {"path": "/models/pi0", "max_response_tokens": 32_768}}
+    alone, two = (parse_job_spec(spec.model_dump() | long) for spec in (alone, two))
+
+    assert trainer_memory(alone, shape, 64).logits - trainer_memory(two, shape, 64).logits == pytest.approx(
+        4 * 8192 * (32_768 + 1024) / 2
+    )
+    assert trainer_memory(alone, shape, 64).masters == trainer_memory(two, shape, 64).masters
+    # With a critic, and without packed rows, they share none.
+    padded = alone.model_copy(update={"trainer": alone.trainer.model_copy(update={"packing": False})})
+    assert fewest_ranks(alone, shape, DEVICE_BYTES) is not None
+    assert fewest_ranks(padded, shape, DEVICE_BYTES) is None
+    assert "which share none of this job" in what_is_not_cut(padded, shape)
 
 
 @pytest.mark.parametrize(
