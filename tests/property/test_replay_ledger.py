@@ -21,8 +21,8 @@ from spo.v1.replay_service_pb2 import SampleBatchRequest
 from spo.v1.trajectory_pb2 import Trajectory
 from tests.support.budget import ALL
 
-# Machines of fifty steps each: a run takes 3,000 steps, a night 10,000.
-EXAMPLES, LEAST_STEPS = (80, 10_000) if ALL in os.environ else (24, 3_000)
+# Machines of fifty steps each: a run takes 1,500 steps, a night 10,000.
+EXAMPLES, LEAST_STEPS = (80, 10_000) if ALL in os.environ else (12, 1_500)
 PER_PROMPT = 2
 CAPACITY = 12
 MAX_STALENESS = 1

@@ -36,11 +36,12 @@ from spo.testing.runs import toy_spec
 from spo.testing.trainer import sampled_trajectories
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
+from tests.integration.trainer.trainer_bench import STAGES
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+OF_STAGES = pytest.mark.parametrize("stage", STAGES)
 RATE = 3e-3
 TRACE, DISCOUNT = 0.9, 0.97
 
@@ -113,7 +114,7 @@ def one_step_by_hand(model_path: Path, spec: JobSpec, batch: TokenBatch) -> tupl
     return dict(policy.named_parameters()), norm.item()
 
 
-@STAGES
+@OF_STAGES
 def test_a_ppo_step_is_the_one_made_by_hand(
     ranks: Ranks, tiny_model_path: Path, rows: list[TrainingSample], stage: int
 ) -> None:
@@ -179,7 +180,7 @@ def test_the_critic_reads_only_what_came_before_a_token(
     assert value != other
 
 
-@STAGES
+@OF_STAGES
 def test_a_resumed_ppo_run_continues_exactly(
     ranks: Ranks, tiny_model_path: Path, rows: list[TrainingSample], stage: int, tmp_path: Path
 ) -> None:
@@ -314,7 +315,7 @@ def live_storages() -> dict[int, int]:
     return storages
 
 
-@STAGES
+@OF_STAGES
 def test_a_closed_learner_frees_policy_and_critic(
     ranks: Ranks, tiny_model_path: Path, rows: list[TrainingSample], stage: int
 ) -> None:

@@ -20,11 +20,12 @@ from services.trainer.learner import load_model
 from services.trainer.ranks import Ranks
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import TrainerSpec, parse_job_spec
+from tests.integration.trainer.trainer_bench import STAGES
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+OF_STAGES = pytest.mark.parametrize("stage", STAGES)
 TOKENS_BL = torch.arange(4, 28).reshape(2, 12)
 
 
@@ -53,7 +54,7 @@ def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-@STAGES
+@OF_STAGES
 def test_discarded_gradients_leave_no_trace(ranks: Ranks, tiny_model_path: Path, stage: int) -> None:
     with engine_for(tiny_model_path, stage) as engine:
         norms = [full_step(engine), full_step(engine)]
@@ -69,7 +70,7 @@ def test_discarded_gradients_leave_no_trace(ranks: Ranks, tiny_model_path: Path,
         assert equal(parameters(engine), expected)
 
 
-@STAGES
+@OF_STAGES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_that_run_twice_learn_the_same_from_less_memory(
     ranks: Ranks, tiny_model_path: Path, stage: int, dtype: str
@@ -133,7 +134,7 @@ def test_gradients_are_added_up_in_float32_where_that_is_asked_for(
     assert added_up(tiny_model_path, stage, "model") > 1e-3
 
 
-@STAGES
+@OF_STAGES
 def test_a_gradient_that_is_not_finite_updates_nothing(ranks: Ranks, tiny_model_path: Path, stage: int) -> None:
     with engine_for(tiny_model_path, stage) as engine:
         full_step(engine)
@@ -150,7 +151,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing(ranks: Ranks, tiny_model_
         assert not equal(parameters(engine), before)
 
 
-@STAGES
+@OF_STAGES
 def test_matrices_decay_and_norms_do_not(ranks: Ranks, tiny_model_path: Path, stage: int) -> None:
     spec = TrainerSpec(zero_stage=stage, weight_decay=0.5)
     engine = DeepSpeedEngine(load_policy(tiny_model_path, "float32"), spec, passes=1)
@@ -165,7 +166,7 @@ def test_matrices_decay_and_norms_do_not(ranks: Ranks, tiny_model_path: Path, st
         assert torch.allclose(after[name], tensor * (0.95 if tensor.ndim > 1 else 1.0), atol=1e-6), name
 
 
-@STAGES
+@OF_STAGES
 def test_loaded_state_continues_exactly(ranks: Ranks, tiny_model_path: Path, stage: int) -> None:
     with engine_for(tiny_model_path, stage) as engine:
         full_step(engine)
@@ -179,7 +180,7 @@ def test_loaded_state_continues_exactly(ranks: Ranks, tiny_model_path: Path, sta
         assert equal(parameters(engine), expected)
 
 
-@STAGES
+@OF_STAGES
 def test_bfloat16_trains_on_float32_master_weights(ranks: Ranks, tiny_model_path: Path, stage: int) -> None:
     with engine_for(tiny_model_path, stage, "bfloat16") as engine:
         first = nll(engine, TOKENS_BL).item()
@@ -232,7 +233,7 @@ def live_storages() -> dict[int, int]:
     return storages
 
 
-@STAGES
+@OF_STAGES
 def test_a_closed_engine_frees_its_model_and_optimiser(ranks: Ranks, tiny_model_path: Path, stage: int) -> None:
     # What other tests of this process left is none of this engine's.
     before = live_storages()

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.weights.store import WeightStore
-from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, Bench, final_weights, job_spec
+from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, STAGES, Bench, final_weights, job_spec
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_run_lowers_the_loss_and_publishes_weights_that_load(bench: Bench, tiny_model_path: Path, stage: int) -> None:
     bench.job.spec = job_spec(tiny_model_path, zero_stage=stage, steps=20)
 

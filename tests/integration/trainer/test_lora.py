@@ -19,7 +19,7 @@ from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.weights.store import WeightStore
 from tests.integration.trainer.test_engine import full_step, parameters
-from tests.integration.trainer.trainer_bench import Bench, job_spec
+from tests.integration.trainer.trainer_bench import STAGES, Bench, job_spec
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
@@ -34,7 +34,7 @@ def lora_spec(model_path: Path, *, dtype: str = "float32", **trainer: Any) -> Jo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_only_the_adapter_learns_and_is_stored_at_every_zero_stage(
     ranks: Ranks, tiny_model_path: Path, stage: int, dtype: str
 ) -> None:

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spo.manifest_folder import numbered_folders, open_folder, seal_folder, staging_folder
-from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, Bench, final_weights, job_spec
+from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, STAGES, Bench, final_weights, job_spec
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_resumed_run_ends_with_the_same_weights_as_an_uninterrupted_one(
     bench: Bench, tiny_model_path: Path, stage: int
 ) -> None:

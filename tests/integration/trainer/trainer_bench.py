@@ -17,7 +17,11 @@ from spo.testing.runs import toy_spec
 from spo.testing.trainer import OneJob, TrajectoryPool
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.weights.store import WeightStore
+from tests.support.budget import sampled
 
+# ZeRO stages of tables that ask the same of each: 3, which alone parts the weights, and one of the others by the day,
+# two where what trains has changed.
+STAGES = (*sampled((0, 1, 2), 1, lambda _: ("services/trainer", "spo/algorithm", "constraints")), 3)
 LIMIT_SECONDS = 60.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from services.orchestrator.http import errors
@@ -26,6 +27,7 @@ def _words(node: ast.expr) -> Iterator[str]:
             yield from _words(fallback)
 
 
+@cache
 def _raised() -> dict[str, str]:
     """Code -> where it is raised: `code=` of any call, the default of an error's class, the reason of a failed job."""
     found = dict.fromkeys((*errors._BY_CODE, *errors._CODES_BY_STATUS.values()), "errors.py")
