@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.frame import Row, run
-from spo.algorithm.value_prior import PriorModel, PromptFeatures, fit_prior
+from services.value_estimation.prompt_estimate import PriorModel, PromptFeatures, fit_prior
 from spo.algorithm.values import Evidence, q_from_success_rate, soft_value_estimate
 from spo.spec.job_spec import PAPER_BETA, SequentialSpec
 

@@ -16,7 +16,6 @@ import redis
 
 from services.orchestrator.commit import Commit, NotLeading, Precondition, Write, now_ms
 from services.orchestrator.datasets import TaskLibrary, prompt_of
-from services.orchestrator.job_steps import JobSteps
 from services.orchestrator.jobs import JobStore, seed_of
 from services.orchestrator.pipeline import DISPATCHER, groups_in_pipeline
 from services.orchestrator.replicas import GroupsInHand
@@ -28,6 +27,7 @@ from spo.messaging.streams import append_words
 from spo.messaging.streams.recovery import Outage, TroubleNotes, reason_of
 from spo.observability import get_logger
 from spo.rpc.client import RpcClient
+from spo.service.process import JobSteps
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import JobState
 from spo.tasks.problem import Problem

@@ -22,12 +22,10 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.checks import ModelCheck
 from services.orchestrator.commit import Commit, Write
-from services.orchestrator.damaged_jobs import HALF_THERE, replace_damaged
 from services.orchestrator.datasets import TaskLibrary
 from services.orchestrator.evaluation import EvaluationQueue
 from services.orchestrator.job_records import JobAction, clear_fields, refuse, turns_of, while_field_is, write_fields
-from services.orchestrator.job_steps import JobSteps
-from services.orchestrator.jobs import JobStore
+from services.orchestrator.jobs import HALF_THERE, JobStore, replace_damaged
 from services.orchestrator.leases import EvaluationFailure, Leases, latest_step, recorded_checkpoints
 from services.orchestrator.monitor import JobMonitor, refused_in_words
 from services.orchestrator.pipeline import check_groups, given_up
@@ -50,7 +48,7 @@ from spo.messaging.redis_client import as_spo_error
 from spo.messaging.streams.recovery import Outage
 from spo.observability import get_logger
 from spo.rpc.pools import JudgePools
-from spo.service.process import in_rounds
+from spo.service.process import JobSteps, in_rounds
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import ACTIVE, HOLDS_SLOT, JobState
 from spo.tasks.problem import Problem

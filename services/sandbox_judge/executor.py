@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from services.sandbox_judge.jail.program import RESULT
-from services.sandbox_judge.jail.supervisor import CPU_LIMIT, STARVATION, WALL_LIMIT
+from services.sandbox_judge.jail.program import CPU_LIMIT, RESULT, STARVATION, WALL_LIMIT
 from services.sandbox_judge.settings import Settings
 from spo.errors import InvalidInput
 from spo.redis_keys import digest

@@ -35,9 +35,9 @@ from services.sandbox_judge.comparison_child import Finding, read_frame, write_f
 from services.sandbox_judge.executor import JudgeFault, ProgramRun, RunEnding, RunLimits, limits_of
 from services.sandbox_judge.isolation import Executable
 from services.sandbox_judge.jail.loading import UNCOMPILABLE, Sent
+from services.sandbox_judge.jail.program import STARVATION
 from services.sandbox_judge.jail.proxies import LOST
 from services.sandbox_judge.jail.running import ENDED, NOT_A_PROGRAM, WRONG, proof_of
-from services.sandbox_judge.jail.supervisor import STARVATION
 from services.sandbox_judge.jail.tests_child import plan
 from services.sandbox_judge.program_judge import DETAIL_CHARACTERS, Cancelled, JudgeOptions, encoded, result_of
 from services.sandbox_judge.sandbox_worker import PreparedProgram, Role, SandboxWorker

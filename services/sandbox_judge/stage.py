@@ -73,8 +73,8 @@ from spo.observability import get_logger
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, judged_parts
 from spo.service.judge_stage import JudgeStage, VerdictCache
 from spo.tasks.answer import ANSWER_LANGUAGE
-from spo.tasks.composition import composed, gate_has_failed, text_for
 from spo.tasks.problem import tests_digest as digest_of
+from spo.tasks.verifier import composed, gate_has_failed, text_for
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer

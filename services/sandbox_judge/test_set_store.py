@@ -22,8 +22,8 @@ from spo.tasks.answer import (
     expectation_fault,
     number_of,
 )
-from spo.tasks.composition import require_composable
 from spo.tasks.separate_tests import reasons_to_share, runs_nothing
+from spo.tasks.verifier import require_composable
 from spo.v1.verdict_pb2 import (
     AnswerComparison,
     AnswerExtraction,

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from services.value_estimation.prompt_estimate import (
     Population,
     PromptEstimate,
+    PromptFeatures,
     decider,
     sampler,
     value_key_of,
@@ -41,7 +42,6 @@ from services.value_estimation.samples import (
 )
 from services.value_estimation.settings import Settings
 from spo import observability, redis_keys
-from spo.algorithm.value_prior import PromptFeatures
 from spo.algorithm.values import JEFFREYS, BetaPrior, next_positions, soft_value_estimate
 from spo.errors import InvalidInput, NotReady
 from spo.messaging.redis_client import RedisClient

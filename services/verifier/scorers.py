@@ -55,9 +55,8 @@ from spo.rpc.pools import AddressRules, InferenceClient
 from spo.service.judge_stage import VerdictCache, VerdictStore
 from spo.spec.reward import reaches
 from spo.spec.tasks import PinnedJudge, served_judge
-from spo.tasks.composition import composed, gate_has_failed, text_for
 from spo.tasks.problem import tests_digest
-from spo.tasks.verifier import OF_RUN, SANDBOX_JUDGE, kind_of, own_judges
+from spo.tasks.verifier import OF_RUN, SANDBOX_JUDGE, composed, gate_has_failed, kind_of, own_judges, text_for
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub

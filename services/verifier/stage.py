@@ -25,8 +25,7 @@ from spo.messaging.streams import Consumer
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, judged_parts
 from spo.service.judge_stage import JudgedEntry, JudgeStage, KeptBytes, StoredTestSets
 from spo.spec.tasks import OWN_MODEL, SERVED, served_judge
-from spo.tasks.composition import require_composable
-from spo.tasks.verifier import OF_RUN, VERIFIER, composed_version, kind_of, own_judges, pool_of
+from spo.tasks.verifier import OF_RUN, VERIFIER, composed_version, kind_of, own_judges, pool_of, require_composable
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2 import Priority
 from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import cast
@@ -37,6 +38,9 @@ from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 
 log = get_logger("process")
+
+# That take the steps of many jobs.
+JOB_THREADS = 16
 
 SCHEMA = (1, 0)
 POLL_SECONDS = 0.5
@@ -368,3 +372,43 @@ def for_each_run(
                 outage.failed(error)
 
     in_rounds(look_after_all, stop, seconds, waits, first=first)
+
+
+class JobSteps:
+    """Runs one function for each of many jobs on a few threads, for each job at most once at a time: a step that blocks
+    or raises delays no other job.
+    """
+
+    def __init__(self, step: Callable[[str], None], name: str) -> None:
+        self._step = step
+        self._pool = ThreadPoolExecutor(JOB_THREADS, thread_name_prefix=name)
+        self._lock = threading.Lock()
+        self._under_way: dict[str, tuple[Future[None], float]] = {}
+
+    def round(self, job_ids: Iterable[str], patience_seconds: float) -> None:
+        """Begin the step of every job that has none under way; return when all are done, or after patience_seconds.
+
+        Raises what the first of the finished ones raised.
+        """
+        with self._lock:
+            for job_id in job_ids:
+                if job_id not in self._under_way:
+                    self._under_way[job_id] = (self._pool.submit(self._step, job_id), time.monotonic())
+            waiting = [future for future, _ in self._under_way.values()]
+        wait(waiting, patience_seconds)
+        with self._lock:
+            done = [(job_id, future) for job_id, (future, _) in self._under_way.items() if future.done()]
+            for job_id, _ in done:
+                del self._under_way[job_id]
+        for _, future in done:
+            future.result()
+
+    def seconds_under_way(self) -> dict[str, float]:
+        """The jobs whose step has not ended, and how long it has taken so far."""
+        now = time.monotonic()
+        with self._lock:
+            return {job_id: now - began for job_id, (_, began) in self._under_way.items()}
+
+    def close(self) -> None:
+        """Begin no further step."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

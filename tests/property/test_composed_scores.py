@@ -12,7 +12,7 @@ from services.verifier.http_scorer import BadAnswer, number_in, scored
 from spo.errors import InvalidInput
 from spo.spec.reward import reward_of, score_in_range
 from spo.spec.tasks import RewardSpec
-from spo.tasks.composition import composed
+from spo.tasks.verifier import composed
 from spo.v1 import verdict_pb2
 from spo.v1.verdict_pb2 import Composition, LengthPenalty, Outcome, Part, Verdict
 

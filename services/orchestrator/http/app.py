@@ -27,7 +27,6 @@ from services.orchestrator.http.experience import datasets_router, router as exp
 from services.orchestrator.http.jobs import deletions, router as jobs_router
 from services.orchestrator.http.middleware import OPEN_PATHS, RequestMiddleware, limited_connections
 from services.orchestrator.http.openai import router as openai_router
-from services.orchestrator.http.pages.episodes import router as episodes_pages
 from services.orchestrator.http.pages.jobs import (
     compare_router as compare_pages,
     job_router as job_pages,
@@ -40,7 +39,11 @@ from services.orchestrator.http.pages.platform import (
     reference_router as reference_pages,
     router as platform_pages,
 )
-from services.orchestrator.http.pages.trajectories import prompts_router as prompts_pages, router as trajectories_pages
+from services.orchestrator.http.pages.trajectories import (
+    episodes_router as episodes_pages,
+    prompts_router as prompts_pages,
+    router as trajectories_pages,
+)
 from services.orchestrator.http.platform import (
     keys_router,
     router as platform_router,

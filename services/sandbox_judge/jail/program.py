@@ -1,7 +1,7 @@
 """One program in its inner jail: compile once, then fork a child from the pristine compiled state for every test.
 
-The jail process is pid 1 of its namespace; the children are what runs the program. Tests reach the children as pipes
-held by the judge; expected outputs never come here.
+The jail process is pid 1 of its namespace; the children are what runs the program, watched for their CPU and wall
+limits. Tests reach the children as pipes held by the judge; expected outputs never come here.
 
 Every page that is written between two forks costs a copy, a few microseconds, and that is most of what a test costs.
 Hence the style: what can be done once is done before the first test, received pipes land where the child needs them,
@@ -16,6 +16,7 @@ import functools
 import gc
 import os
 import resource
+import select
 import signal
 import stat
 import struct
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from services.sandbox_judge.jail import kernel, python_child, supervisor as watch
+from services.sandbox_judge.jail import kernel, python_child
 
 # Address space counts what is reserved, not what is used; the verdict goes by what was used.
 ADDRESS_SPACE_FACTOR = 2
@@ -37,6 +38,14 @@ _ORDER_BYTES = 16
 # What the scratch says of its last change: always the same.
 _LONG_AGO = (0, 0)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 8)
+# How a child ended.
+ENDED, CPU_LIMIT, WALL_LIMIT, STOPPED = range(4)
+# A program that gets at least this share of a core is waiting for the machine, not for time to pass; it may need up to
+# STARVATION times its CPU limit.
+BUSY_SHARE = 0.01
+STARVATION = 60
+LOOK_SECONDS = 0.25
+_PIDFD = 0  # the lowest descriptor: none is open below the jail's own
 
 
 class Setting(NamedTuple):
@@ -137,7 +146,7 @@ def _run_tests(
     """Obey the judge until it closes the channel: run a test for every message that brings its pipes and files."""
     receive, send, pack, now = channel.recvmsg, channel.send, RESULT.pack, time.monotonic
     fork, wait_for, setpgid, closerange = kernel.fork_bare, kernel.wait_for, os.setpgid, os.closerange
-    supervise = watch.supervisor(request, CHANNEL)
+    supervise = supervisor(request, CHANNEL)
     clean_up = cleaner(setting, processes=request["processes"])
     while True:
         order, pipes, _, _ = receive(_ORDER_BYTES, _ANCILLARY_BYTES)
@@ -241,3 +250,73 @@ def _folders_left() -> list[str]:
         else:
             os.unlink(name)
     return folders
+
+
+def supervisor(request: dict[str, Any], channel: int) -> Callable[[int, float], int]:
+    """What watches a child, given its pid and start, to its end, killing it at its CPU or wall limit or when the judge
+    says stop; it returns which of these it was. Descriptor 0 must be free for the child's pidfd."""
+    poller = select.poll()
+    poller.register(_PIDFD, select.POLLIN)
+    poller.register(channel, select.POLLIN)
+    poll, pidfd_open, close = poller.poll, os.pidfd_open, os.close
+    first_look = _Watch(request, 0, 0.0).pause_seconds * 1000
+
+    def supervise(pid: int, started: float) -> int:
+        pidfd_open(pid)
+        ready = poll(first_look)
+        ending = (
+            ENDED if ready and ready[0][0] == _PIDFD else _look_after(request, channel, pid, started, stop=bool(ready))
+        )
+        close(_PIDFD)
+        return ending
+
+    return supervise
+
+
+def _look_after(request: dict[str, Any], channel: int, pid: int, started: float, *, stop: bool) -> int:
+    """Wait for a child that has not ended at once; how it ended."""
+    watch = _Watch(request, pid, started)
+    ending = STOPPED if stop else watch.verdict()
+    poller = select.poll()
+    poller.register(_PIDFD, select.POLLIN)
+    poller.register(channel, select.POLLIN)
+    while not ending:
+        ready = [descriptor for descriptor, _ in poller.poll(watch.pause_seconds * 1000)]
+        if _PIDFD in ready:
+            return ENDED
+        ending = STOPPED if ready else watch.verdict()
+    os.kill(pid, signal.SIGKILL)
+    return ending
+
+
+class _Watch:
+    """A child's use of time. Time counts against the wall limit while the child sleeps, not while it has to wait for a
+    loaded machine; only a multiple of its CPU limit bounds that."""
+
+    def __init__(self, request: dict[str, float], pid: int, started: float) -> None:
+        self.clock = (~pid << 3) | 2  # the kernel's clock id for another process's CPU time
+        self.cpu_limit, self.wall_limit = request["cpu_seconds"], request["wall_seconds"]
+        self.cores = request["cores"]
+        self.started = self.seen_at = started
+        self.cpu_seconds = self.idle_seconds = 0.0
+
+    @property
+    def pause_seconds(self) -> float:
+        """When to look again; threads can use CPU faster than the wall clock runs."""
+        cpu_left = self.cpu_limit - self.cpu_seconds
+        return max(0.005, min(cpu_left / self.cores, self.wall_limit - self.idle_seconds, LOOK_SECONDS))
+
+    def verdict(self) -> int:
+        """ENDED while the child is within its limits, otherwise which one it has passed."""
+        now = time.monotonic()
+        try:
+            cpu_seconds = time.clock_gettime(self.clock)
+        except OSError:
+            return ENDED  # it has just ended
+        if cpu_seconds - self.cpu_seconds < BUSY_SHARE * (now - self.seen_at):
+            self.idle_seconds += now - self.seen_at
+        self.cpu_seconds, self.seen_at = cpu_seconds, now
+        if cpu_seconds >= self.cpu_limit:
+            return CPU_LIMIT
+        longest = self.wall_limit + STARVATION * self.cpu_limit
+        return WALL_LIMIT if self.idle_seconds >= self.wall_limit or now - self.started >= longest else ENDED

@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from ulid import ULID
 
 from spo import errors
-from spo.client.answers import ReceivedFolder, RequestOptions, content_of, error_of, parsed, pause_asked
 from spo.client.models import (
     PLOTTED,
     AnnouncedVersion,
@@ -74,9 +73,11 @@ from spo.client.models import (
     PruneReport,
     RebuiltJob,
     RebuiltJobs,
+    ReceivedFolder,
     Redriven,
     RejudgeKeywords,
     RejudgeReport,
+    RequestOptions,
     RowFilters,
     ScaleView,
     ServedModelList,
@@ -97,6 +98,10 @@ from spo.client.models import (
     Version,
     WeightVersion,
     WeightVersions,
+    content_of,
+    error_of,
+    parsed,
+    pause_asked,
     plot,
 )
 

@@ -35,7 +35,6 @@ from spo.client._sync.calls import (
     ServingCalls,
     TrainingCalls,
 )
-from spo.client.answers import RequestOptions, error_of, parsed
 from spo.client.models import (
     DeletedJobs,
     EpisodeLease,
@@ -51,11 +50,14 @@ from spo.client.models import (
     RenewedLease,
     Replica,
     Replicas,
+    RequestOptions,
     ResolvedSpec,
     SessionGrant,
     SessionList,
     SessionTreeView,
     SessionView,
+    error_of,
+    parsed,
 )
 from spo.spec.job_spec import JobSpec
 

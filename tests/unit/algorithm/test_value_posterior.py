@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from spo.algorithm.value_prior import PromptFeatures, fit_prior
+from services.value_estimation.prompt_estimate import PromptFeatures, fit_prior
 from spo.algorithm.values import (
     JEFFREYS,
     BetaPrior,

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from services.orchestrator import scoring
 from spo import api, errors
 from spo.client import models
-from spo.client.answers import parsed
+from spo.client.models import parsed
 from tests.support.openapi_documents import OPENAPI, SCHEMAS, example
 
 DOCUMENTS = [kind for kind in vars(api).values() if isinstance(kind, type) and issubclass(kind, BaseModel)]

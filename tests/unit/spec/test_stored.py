@@ -12,7 +12,7 @@ from services.orchestrator.auth import ApiKey
 from services.orchestrator.datasets import Dataset
 from services.orchestrator.evaluation import RequestedEvaluation
 from services.orchestrator.job_records import JobRecord
-from spo.algorithm.value_prior import PromptFeatures
+from services.value_estimation.prompt_estimate import PromptFeatures
 from spo.errors import InvalidInput, NotReady
 from spo.experience.columns import StoredTrajectory, rows_of, table_of
 from spo.spec.job_spec import JobSpec, parse_job_spec, spec_from_json, spec_to_json

@@ -9,7 +9,7 @@ import pytest
 
 from spo.errors import InvalidInput
 from spo.spec.tasks import Script
-from spo.tasks.composition import (
+from spo.tasks.verifier import (
     SCRIPTS,
     composed,
     gate_has_failed,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spo.client.answers import ReceivedFolder
+from spo.client.models import ReceivedFolder
 from spo.errors import IntegrityError, InvalidInput, SpoError, Unreachable
 from spo.weights.model_folders import BYTES_PER_READ, open_members, tar_bytes, tar_pieces
 

@@ -10,7 +10,7 @@ import pytest
 from services.orchestrator.agents import AgentSession, CallNode
 from services.orchestrator.commit import now_ms
 from services.orchestrator.container import AppContext
-from services.orchestrator.http.pages.episodes import PAGE_LENGTH, in_branches, times_of
+from services.orchestrator.http.pages.trajectories import EPISODES_ON_A_PAGE, in_branches, times_of
 from spo.spec.job_spec import parse_job_spec
 
 axe_playwright = pytest.importorskip("axe_playwright_python.sync_playwright", reason="the extra `dev` has it")
@@ -131,10 +131,10 @@ def test_empty_open_and_foreign_episodes_are_told_as_what_they_are(
     assert "its runner fell silent" in lost
     assert "No call has been answered." in lost
 
-    for _ in range(PAGE_LENGTH):
+    for _ in range(EPISODES_ON_A_PAGE):
         session_of(context, job_id)
-    assert api.get(here).text.count("ses_") == 2 * PAGE_LENGTH
-    assert session.id in api.get(here, params={"skip": PAGE_LENGTH}).text
+    assert api.get(here).text.count("ses_") == 2 * EPISODES_ON_A_PAGE
+    assert session.id in api.get(here, params={"skip": EPISODES_ON_A_PAGE}).text
 
     other = context.jobs.submit(parse_job_spec({**document, "name": "another"}))
     foreign = api.get(f"/jobs/{other}/episodes/{session.id}", headers={"Accept": "text/html"})
