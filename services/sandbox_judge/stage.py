@@ -70,14 +70,13 @@ from spo.errors import FieldViolation, InvalidInput, NotReady, ResourceExhausted
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import Consumer
 from spo.observability import get_logger
-from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, judged_parts
+from spo.rpc.server import JudgeCalls
 from spo.service.judge_stage import JudgeStage, VerdictCache
 from spo.tasks.answer import ANSWER_LANGUAGE
 from spo.tasks.problem import tests_digest as digest_of
 from spo.tasks.verifier import composed, gate_has_failed, text_for
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2 import Priority
-from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
 from spo.v1.verdict_pb2 import AnswerRule, Checker, Outcome, TestSet, Verdict
 
 # Groups that one fork scores at most.
@@ -684,39 +683,15 @@ MOST_OUTPUT_BYTES = 64 << 10
 MOST_OUTPUT_BYTES_IN_ALL = 16 << 20
 
 
-class JudgeService(JudgeServiceServicer):
+class JudgeService(JudgeCalls):
+    """The calls of this pool: programs are run in the sandbox."""
+
     def __init__(self, scheduler: JudgeScheduler) -> None:
+        super().__init__(scheduler.test_sets, (Cancelled, CancelledError))
         self.scheduler = scheduler
 
-    def UploadTests(
-        self, request: judge.UploadTestsRequest, context: grpc.ServicerContext
-    ) -> judge.UploadTestsResponse:
-        """Store test sets by digest."""
-        return judge.UploadTestsResponse(
-            digests=[self.scheduler.test_sets.upload(test_set) for test_set in request.test_sets]
-        )
-
-    def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
-        """One verdict per program; a caller that hangs up cancels its waiting programs."""
-        batch = self._submit(request)
-        if not context.add_callback(batch.cancel):
-            batch.cancel()
-        try:
-            verdicts = batch.verdicts(context.time_remaining() or DEFAULT_DEADLINE_SECONDS)
-        except (Cancelled, CancelledError, TimeoutError):
-            batch.cancel()
-            raise NotReady("the caller's deadline passed before all programs were judged") from None
-        return judge.JudgeResponse(verdicts=verdicts)
-
-    def JudgeParts(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> Iterator[judge.JudgePart]:
-        """As Judge, however long it takes."""
-        batch = self._submit(request)
-        try:
-            yield from judged_parts(batch, len(batch.programs), context)
-        except (Cancelled, CancelledError, TimeoutError):
-            raise NotReady("the call ended before all programs were judged") from None
-
-    def _submit(self, request: judge.JudgeRequest) -> Batch:
+    def submitted(self, request: judge.JudgeRequest) -> Batch:
+        """The verdicts to come on programs. Raises InvalidInput, NotFound, ResourceExhausted."""
         raw = [program.decode("utf-8", "surrogateescape") for program in request.raw_programs]
         programs = [*request.programs, *raw]
         if request.want_details:

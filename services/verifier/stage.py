@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,16 +19,15 @@ import grpc
 from services.verifier.http_scorer import ServiceFailed
 from services.verifier.settings import Settings
 from spo import observability, redis_keys
-from spo.errors import FieldViolation, InvalidInput, NotReady, ResourceExhausted
+from spo.errors import FieldViolation, InvalidInput, ResourceExhausted
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.streams import Consumer
-from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, judged_parts
+from spo.rpc.server import JudgeCalls
 from spo.service.judge_stage import JudgedEntry, JudgeStage, KeptBytes, StoredTestSets
 from spo.spec.tasks import OWN_MODEL, SERVED, served_judge
 from spo.tasks.verifier import OF_RUN, VERIFIER, composed_version, kind_of, own_judges, pool_of, require_composable
 from spo.v1 import judge_service_pb2 as judge
 from spo.v1.judge_service_pb2 import Priority
-from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
 from spo.v1.verdict_pb2 import HttpScore, ModelScore, Outcome, TestSet, Verdict
 
 # Raise it when a change here could change a verdict: stored values then no longer apply.
@@ -252,39 +251,15 @@ class VerifierWorker(JudgeStage):
             raise InvalidInput(f"failed {failures} times: {error.message}", code=error.code) from error
 
 
-class VerifierService(JudgeServiceServicer):
+class VerifierService(JudgeCalls):
+    """The calls of this pool: responses are scored by whoever is outside the platform."""
+
     def __init__(self, scheduler: VerifierScheduler) -> None:
+        super().__init__(scheduler.test_sets, (CancelledError,))
         self.scheduler = scheduler
 
-    def UploadTests(
-        self, request: judge.UploadTestsRequest, context: grpc.ServicerContext
-    ) -> judge.UploadTestsResponse:
-        """Store test sets by digest."""
-        return judge.UploadTestsResponse(
-            digests=[self.scheduler.test_sets.upload(test_set) for test_set in request.test_sets]
-        )
-
-    def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
-        """One verdict per response; a caller that hangs up cancels the scoring."""
-        batch = self._submit(request)
-        if not context.add_callback(batch.cancel):
-            batch.cancel()
-        try:
-            verdicts = batch.verdicts(context.time_remaining() or DEFAULT_DEADLINE_SECONDS)
-        except (CancelledError, TimeoutError):
-            batch.cancel()
-            raise NotReady("the caller's deadline passed before all responses were scored") from None
-        return judge.JudgeResponse(verdicts=verdicts)
-
-    def JudgeParts(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> Iterator[judge.JudgePart]:
-        """As Judge, however long it takes."""
-        batch = self._submit(request)
-        try:
-            yield from judged_parts(batch, len(request.programs), context)
-        except (CancelledError, TimeoutError):
-            raise NotReady("the call ended before all responses were scored") from None
-
-    def _submit(self, request: judge.JudgeRequest) -> VerdictBatch:
+    def submitted(self, request: judge.JudgeRequest) -> VerdictBatch:
+        """The scores to come. Raises InvalidInput, NotFound, ResourceExhausted."""
         if request.raw_programs:
             raise InvalidInput("verifiers score text: responses that are not UTF-8 cannot be sent on")
         return self.scheduler.submit(

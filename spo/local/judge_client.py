@@ -241,8 +241,7 @@ class EmbeddedJudge:
             raise NotReady(f"the embedded judge did not start: {reason}", code=answer.get("code", "not_ready"))
         self.address, self.workers = answer["address"], int(answer["workers"])
 
-    @property
-    def alive(self) -> bool:
+    def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -387,7 +386,7 @@ class JudgeClient:
     def _repair(self, used: RpcClient) -> None:
         """Another judge for one that has ended, once for all threads. Raises SpoError."""
         with self._lock:
-            if used is self._client and self._embedded and not self._embedded.alive:
+            if used is self._client and self._embedded and not self._embedded.is_running():
                 self._embedded.stop()
                 self._connect(self._start_embedded(self._embedded))
             elif used is self._client:

@@ -1,6 +1,8 @@
 """gRPC servers with health checking: what a handler raises becomes a status with details, and long polls leave
-threads for others.
+threads for others; and the calls that every pool of judges answers.
 """
+
+# ruff: noqa: N802  (gRPC method names come from the proto)
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import redis
@@ -18,8 +20,19 @@ from spo import errors, observability
 from spo.errors import NotReady
 from spo.messaging.redis_client import as_spo_error
 from spo.observability import get_logger
-from spo.rpc.client import KEEPALIVE_SECONDS, OPTIONS, RequireToken, status_of
+from spo.rpc.client import (
+    DEFAULT_DEADLINE_SECONDS,
+    KEEPALIVE_SECONDS,
+    OPTIONS,
+    ComingVerdicts,
+    RequireToken,
+    judged_parts,
+    status_of,
+)
 from spo.rpc.healthcheck import REASON
+from spo.v1 import judge_service_pb2 as judge
+from spo.v1.judge_service_pb2_grpc import JudgeServiceServicer
+from spo.v1.verdict_pb2 import TestSet
 
 # Threads of a server that no long poll takes.
 ANSWERING_THREADS = 64
@@ -130,7 +143,7 @@ class _Health(health.HealthServicer):  # type: ignore[misc]
 
     reason = ""
 
-    def Check(  # noqa: N802
+    def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
     ) -> health_pb2.HealthCheckResponse:
         if self.reason:
@@ -200,3 +213,50 @@ class RpcServer:
     def stop(self, grace_seconds: float) -> None:
         self.health.enter_graceful_shutdown()
         self.server.stop(grace_seconds).wait(grace_seconds + 1)
+
+
+class UploadedTestSets(Protocol):
+    """Where a pool of judges keeps test sets."""
+
+    def upload(self, test_set: TestSet, /) -> str: ...
+
+
+class JudgeCalls(JudgeServiceServicer):
+    """The calls of every pool of judges; a pool says how responses are submitted and what it is.
+
+    unwanted: what waiting for verdicts raises, besides TimeoutError, once nobody waits for them any more.
+    """
+
+    def __init__(self, test_sets: UploadedTestSets, unwanted: tuple[type[BaseException], ...]) -> None:
+        self._test_sets = test_sets
+        self._gone: tuple[type[BaseException], ...] = (*unwanted, TimeoutError)
+
+    def submitted(self, request: judge.JudgeRequest) -> ComingVerdicts:
+        """The verdicts to come on a request's responses. Raises InvalidInput, NotFound, ResourceExhausted."""
+        raise NotImplementedError
+
+    def UploadTests(
+        self, request: judge.UploadTestsRequest, context: grpc.ServicerContext
+    ) -> judge.UploadTestsResponse:
+        """Store test sets by digest."""
+        return judge.UploadTestsResponse(digests=[self._test_sets.upload(test_set) for test_set in request.test_sets])
+
+    def Judge(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> judge.JudgeResponse:
+        """One verdict per response; a caller that hangs up cancels those that wait."""
+        batch = self.submitted(request)
+        if not context.add_callback(batch.cancel):
+            batch.cancel()
+        try:
+            verdicts = batch.verdicts(context.time_remaining() or DEFAULT_DEADLINE_SECONDS)
+        except self._gone:
+            batch.cancel()
+            raise NotReady("the caller's deadline passed before all responses were judged") from None
+        return judge.JudgeResponse(verdicts=verdicts)
+
+    def JudgeParts(self, request: judge.JudgeRequest, context: grpc.ServicerContext) -> Iterator[judge.JudgePart]:
+        """As Judge, however long it takes."""
+        batch = self.submitted(request)
+        try:
+            yield from judged_parts(batch, len(request.programs) + len(request.raw_programs), context)
+        except self._gone:
+            raise NotReady("the call ended before all responses were judged") from None
