@@ -15,89 +15,24 @@ import httpx
 from pydantic import BaseModel
 from ulid import ULID
 
-from spo import errors
+from spo import api, errors
 from spo.client.models import (
     PLOTTED,
-    AnnouncedVersion,
-    AttentionEntry,
-    AttentionList,
-    AuditPage,
-    AuditRecord,
-    BatchView,
-    Calibration,
     CalibrationKeywords,
-    CaptureView,
-    Checkpoint,
-    Checkpoints,
-    CollectReport,
     CompactKeywords,
-    CompactReport,
     CompletionKeywords,
-    Completions,
-    ContinualDetail,
-    ContinualList,
-    ContinualSummary,
-    DatasetPage,
-    DatasetView,
-    DeadLetterDetail,
-    DeadLetterPage,
-    DeadLetterSummary,
-    DeadLetterTotals,
-    Document,
-    Entry,
-    Evaluation,
     EvaluationKeywords,
-    EvaluationList,
-    Evaluations,
-    ExperienceStatistics,
     ExportKeywords,
     FeedbackKeywords,
-    FeedbackReceipt,
-    FileFormat,
     ImportOptions,
-    ImportReport,
-    JsonObject,
-    Key,
-    Keys,
     LogFilters,
-    LogLine,
-    LogPage,
-    MetricSeries,
-    NewKey,
-    Page,
-    PlatformView,
-    PromptPage,
-    PromptSuccess,
-    PromptView,
     PruneKeywords,
-    PruneReport,
-    RebuiltJob,
-    RebuiltJobs,
     ReceivedFolder,
-    Redriven,
     RejudgeKeywords,
-    RejudgeReport,
     RequestOptions,
     RowFilters,
-    ScaleView,
-    ServedModelList,
-    ServedModelView,
-    StepEvaluation,
-    StoredRow,
-    StoredRowDetail,
-    StoredRowPage,
-    StoredRun,
-    StoredRuns,
     StoreFilters,
-    TaskFormat,
-    TokenValues,
-    Trajectory,
-    TrajectoryDetail,
     TrajectoryFilters,
-    TrajectoryPage,
-    Version,
-    WeightVersion,
-    WeightVersions,
     content_of,
     error_of,
     parsed,
@@ -114,12 +49,12 @@ PAGE_ENTRIES = 100
 
 PART_BYTES = 16 << 20
 PART_TYPE = "application/offset+octet-stream"
-FILE_FORMATS: dict[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
+FILE_FORMATS: dict[str, api.FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 # Judging and reading whole files take their time.
 LONG_SECONDS = 3600.0
 CONTENT_TYPES = {".jsonl": "application/x-ndjson", ".parquet": "application/vnd.apache.parquet"}
-Report = TypeVar("Report", bound=Document)
+Report = TypeVar("Report", bound=api.Document)
 
 PATH = "/v1/continual"
 
@@ -167,10 +102,10 @@ class AsyncConnection:
         )
 
     async def pages(
-        self, page: type[Page[Entry]], path: str, parameters: Mapping[str, object], limit: int
-    ) -> list[Entry]:
+        self, page: type[api.Page[api.Entry]], path: str, parameters: Mapping[str, object], limit: int
+    ) -> list[api.Entry]:
         """Up to `limit` entries of a list, on as many pages as it takes."""
-        found: list[Entry] = []
+        found: list[api.Entry] = []
         cursor: str | None = None
         while len(found) < limit:
             asked = {**parameters, "limit": min(PAGE_ENTRIES, limit - len(found)), "cursor": cursor}
@@ -243,10 +178,10 @@ class AsyncDatasetCalls:
         self,
         path: Path,
         name: str = "",
-        task_format: TaskFormat = "jsonl",
+        task_format: api.TaskFormat = "jsonl",
         resume: str | None = None,
         part_bytes: int = PART_BYTES,
-    ) -> DatasetView:
+    ) -> api.DatasetView:
         """Send a JSONL or Parquet file in parts; resume: the id of an upload that was cut off and goes on where it was.
 
         name is the file's by default; task_format is jsonl (the platform's own), code_contests or taco. Raises
@@ -260,19 +195,19 @@ class AsyncDatasetCalls:
                 found = await self._send(found.id, found.uploaded_bytes, file.read(part_bytes))
         return found
 
-    async def all(self, limit: int = 100) -> list[DatasetView]:
+    async def all(self, limit: int = 100) -> list[api.DatasetView]:
         """Datasets, newest first."""
-        return await self._connection.pages(DatasetPage, "/v1/datasets", {}, limit)
+        return await self._connection.pages(api.DatasetPage, "/v1/datasets", {}, limit)
 
-    async def get(self, dataset_id: str) -> DatasetView:
+    async def get(self, dataset_id: str) -> api.DatasetView:
         """One dataset with the report on its rows. Raises NotFound."""
-        return await self._connection.ask(DatasetView, "GET", f"/v1/datasets/{dataset_id}")
+        return await self._connection.ask(api.DatasetView, "GET", f"/v1/datasets/{dataset_id}")
 
     async def delete(self, dataset_id: str) -> None:
         """Remove a dataset for good. Raises NotFound, Conflict (code "dataset_in_use")."""
         await self._connection.content("DELETE", f"/v1/datasets/{dataset_id}")
 
-    async def wait(self, dataset_id: str, timeout_seconds: float) -> DatasetView:
+    async def wait(self, dataset_id: str, timeout_seconds: float) -> api.DatasetView:
         """The dataset once it is "ready" or "invalid". Raises NotFound, NotReady (code "wait_timeout")."""
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -284,7 +219,7 @@ class AsyncDatasetCalls:
                 raise errors.NotReady(message, code="wait_timeout")
             await asyncio.sleep(0.5)
 
-    async def _begin(self, path: Path, name: str, task_format: TaskFormat, size: int) -> DatasetView:
+    async def _begin(self, path: Path, name: str, task_format: api.TaskFormat, size: int) -> api.DatasetView:
         if path.suffix not in FILE_FORMATS:
             raise errors.InvalidInput(f"{path} is none of {', '.join(FILE_FORMATS)}", code="bad_upload")
         wanted = {
@@ -293,14 +228,14 @@ class AsyncDatasetCalls:
             "file_format": FILE_FORMATS[path.suffix],
             "size_bytes": size,
         }
-        return await self._connection.ask(DatasetView, "POST", "/v1/datasets", json=wanted, repeatable=False)
+        return await self._connection.ask(api.DatasetView, "POST", "/v1/datasets", json=wanted, repeatable=False)
 
-    async def _send(self, dataset_id: str, offset: int, part: bytes) -> DatasetView:
+    async def _send(self, dataset_id: str, offset: int, part: bytes) -> api.DatasetView:
         digest = base64.b64encode(hashlib.sha256(part).digest()).decode()
         headers = {"Content-Type": PART_TYPE, "Upload-Offset": str(offset), "Content-Digest": f"sha-256=:{digest}:"}
         path = f"/v1/datasets/{dataset_id}"
         try:
-            return await self._connection.ask(DatasetView, "PATCH", path, content=part, headers=headers)
+            return await self._connection.ask(api.DatasetView, "PATCH", path, content=part, headers=headers)
         except errors.Conflict:
             # A part whose answer was lost is there already.
             found = await self.get(dataset_id)
@@ -315,24 +250,24 @@ class AsyncExperienceCalls:
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
 
-    async def runs(self, **filters: Unpack[StoreFilters]) -> list[StoredRun]:
+    async def runs(self, **filters: Unpack[StoreFilters]) -> list[api.StoredRun]:
         """Stored runs and imports with their lineage, newest first. Raises NotFound for a run nobody stored."""
-        return (await self._connection.ask(StoredRuns, "GET", "/v1/experience", params=filters)).items
+        return (await self._connection.ask(api.StoredRuns, "GET", "/v1/experience", params=filters)).items
 
-    async def statistics(self, **filters: Unpack[StoreFilters]) -> ExperienceStatistics:
+    async def statistics(self, **filters: Unpack[StoreFilters]) -> api.ExperienceStatistics:
         """Counts by run, source, outcome, judge and licence. Raises NotFound."""
         path = "/v1/experience/stats"
-        return await self._connection.ask(ExperienceStatistics, "GET", path, params=filters, timeout=LONG_SECONDS)
+        return await self._connection.ask(api.ExperienceStatistics, "GET", path, params=filters, timeout=LONG_SECONDS)
 
-    async def rows(self, limit: int = 50, **filters: Unpack[RowFilters]) -> list[StoredRow]:
+    async def rows(self, limit: int = 50, **filters: Unpack[RowFilters]) -> list[api.StoredRow]:
         """Stored trajectories without their tokens. Raises NotFound."""
-        return await self._connection.pages(StoredRowPage, "/v1/experience/rows", filters, limit)
+        return await self._connection.pages(api.StoredRowPage, "/v1/experience/rows", filters, limit)
 
-    async def row(self, trajectory_id: str) -> StoredRowDetail:
+    async def row(self, trajectory_id: str) -> api.StoredRowDetail:
         """One stored trajectory with every column. Raises NotFound."""
-        return await self._connection.ask(StoredRowDetail, "GET", f"/v1/experience/rows/{trajectory_id}")
+        return await self._connection.ask(api.StoredRowDetail, "GET", f"/v1/experience/rows/{trajectory_id}")
 
-    async def import_file(self, path: Path, name: str, **options: Unpack[ImportOptions]) -> ImportReport:
+    async def import_file(self, path: Path, name: str, **options: Unpack[ImportOptions]) -> api.ImportReport:
         """Store a JSONL or Parquet file's rows under a name; the same file again changes nothing.
 
         Raises InvalidInput: code "bad_rows" with a violation per row that is refused, "unsupported_file" or
@@ -346,7 +281,7 @@ class AsyncExperienceCalls:
         except OSError as error:
             raise errors.InvalidInput(f"cannot read {path}: {error.strerror}", code="unreadable_file") from None
         return await self._connection.ask(
-            ImportReport,
+            api.ImportReport,
             "POST",
             "/v1/experience/import",
             params={**options, "name": name},
@@ -355,7 +290,7 @@ class AsyncExperienceCalls:
             timeout=LONG_SECONDS,
         )
 
-    async def export(self, target: Path, export_format: FileFormat, **requested: Unpack[ExportKeywords]) -> int:
+    async def export(self, target: Path, export_format: api.FileFormat, **requested: Unpack[ExportKeywords]) -> int:
         """Write stored trajectories to a file, whole or not at all; returns its bytes.
 
         Raises InvalidInput (code "unwritable_file" for the target), NotFound, Unreachable when the connection breaks.
@@ -381,17 +316,17 @@ class AsyncExperienceCalls:
             writing.unlink(missing_ok=True)
         return target.stat().st_size
 
-    async def rejudge(self, **requested: Unpack[RejudgeKeywords]) -> RejudgeReport:
+    async def rejudge(self, **requested: Unpack[RejudgeKeywords]) -> api.RejudgeReport:
         """Judge stored trajectories by the tests that a job or `tasks` has today. Raises InvalidInput, NotFound."""
-        return await self._post(RejudgeReport, "rejudge", requested)
+        return await self._post(api.RejudgeReport, "rejudge", requested)
 
-    async def compact(self, **requested: Unpack[CompactKeywords]) -> CompactReport:
+    async def compact(self, **requested: Unpack[CompactKeywords]) -> api.CompactReport:
         """Merge many small files into few. Raises NotFound, Conflict while another call does."""
-        return await self._post(CompactReport, "compact", requested)
+        return await self._post(api.CompactReport, "compact", requested)
 
-    async def prune(self, **requested: Unpack[PruneKeywords]) -> PruneReport:
+    async def prune(self, **requested: Unpack[PruneKeywords]) -> api.PruneReport:
         """Remove stored experience. Raises NotFound, Conflict for a job that is not over."""
-        return await self._post(PruneReport, "prune", requested)
+        return await self._post(api.PruneReport, "prune", requested)
 
     async def _post(self, report: type[Report], action: str, requested: Mapping[str, object]) -> Report:
         path = f"/v1/experience/{action}"
@@ -404,13 +339,13 @@ class AsyncServingCalls:
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
 
-    async def models(self) -> list[ServedModelView]:
+    async def models(self) -> list[api.ServedModelView]:
         """Every name that means something now."""
-        return (await self._connection.ask(ServedModelList, "GET", "/v1/served-models")).items
+        return (await self._connection.ask(api.ServedModelList, "GET", "/v1/served-models")).items
 
-    async def get(self, name: str) -> ServedModelView:
+    async def get(self, name: str) -> api.ServedModelView:
         """What a name means now. Raises NotFound."""
-        return await self._connection.ask(ServedModelView, "GET", f"/v1/served-models/{name}")
+        return await self._connection.ask(api.ServedModelView, "GET", f"/v1/served-models/{name}")
 
     async def publish(
         self,
@@ -421,38 +356,38 @@ class AsyncServingCalls:
         *,
         expected_number: int | None = None,
         min_replicas: int | None = None,
-    ) -> ServedModelView:
+    ) -> api.ServedModelView:
         """Let a name mean a weight version of a job, None: always its newest; so many replicas stay for it.
 
         Raises NotFound, and Conflict when the name's last change is not number `expected_number` (0: none).
         """
         body = {"job_id": job_id, "version": version, "note": note, "expected_number": expected_number}
         body |= {} if min_replicas is None else {"min_replicas": min_replicas}
-        return await self._connection.ask(ServedModelView, "PUT", f"/v1/served-models/{name}", json=body)
+        return await self._connection.ask(api.ServedModelView, "PUT", f"/v1/served-models/{name}", json=body)
 
-    async def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> ServedModelView:
+    async def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> api.ServedModelView:
         """Serve again what was served before, or after change `to_number`. Raises NotFound, PreconditionFailed."""
         body = {"to_number": to_number, "note": note}
         path = f"/v1/served-models/{name}/rollback"
-        return await self._connection.ask(ServedModelView, "POST", path, json=body, repeatable=False)
+        return await self._connection.ask(api.ServedModelView, "POST", path, json=body, repeatable=False)
 
-    async def remove(self, name: str) -> ServedModelView:
+    async def remove(self, name: str) -> api.ServedModelView:
         """Let a name mean nothing; its history stays. Raises NotFound."""
-        return await self._connection.ask(ServedModelView, "DELETE", f"/v1/served-models/{name}")
+        return await self._connection.ask(api.ServedModelView, "DELETE", f"/v1/served-models/{name}")
 
-    async def history(self, name: str) -> list[ServedModelView]:
+    async def history(self, name: str) -> list[api.ServedModelView]:
         """The last hundred changes of a name, newest first. Raises NotFound."""
-        return (await self._connection.ask(ServedModelList, "GET", f"/v1/served-models/{name}/history")).items
+        return (await self._connection.ask(api.ServedModelList, "GET", f"/v1/served-models/{name}/history")).items
 
-    async def capture(self) -> CaptureView:
+    async def capture(self) -> api.CaptureView:
         """How traffic is captured where it is asked for, and how much is kept."""
-        return await self._connection.ask(CaptureView, "GET", "/v1/capture")
+        return await self._connection.ask(api.CaptureView, "GET", "/v1/capture")
 
-    async def set_capture_policy(self, policy: Mapping[str, object]) -> CaptureView:
+    async def set_capture_policy(self, policy: Mapping[str, object]) -> api.CaptureView:
         """Change how traffic is captured from now on; what is not said has its default. Raises InvalidInput."""
-        return await self._connection.ask(CaptureView, "PUT", "/v1/capture", json=dict(policy))
+        return await self._connection.ask(api.CaptureView, "PUT", "/v1/capture", json=dict(policy))
 
-    async def captured(self) -> list[JsonObject]:
+    async def captured(self) -> list[api.JsonObject]:
         """All that is kept, oldest first, with what was said of it."""
         lines = await self._connection.content("GET", "/v1/capture/export")
         return [json.loads(line) for line in str(lines or "").splitlines() if line]
@@ -461,20 +396,22 @@ class AsyncServingCalls:
         """Remove a captured completion and what was said of it."""
         await self._connection.content("DELETE", f"/v1/capture/completions/{completion_id}")
 
-    async def feedback(self, completion_id: str, index: int = 0, **said: Unpack[FeedbackKeywords]) -> FeedbackReceipt:
+    async def feedback(
+        self, completion_id: str, index: int = 0, **said: Unpack[FeedbackKeywords]
+    ) -> api.FeedbackReceipt:
         """Join a score, thumbs, a test's result, an edited answer or a comment to a captured completion.
 
         The same again changes nothing. Raises NotFound when the completion was not captured.
         """
         body = {"id": completion_id, "index": index, **said}
-        return await self._connection.ask(FeedbackReceipt, "POST", "/v1/feedback", json=body)
+        return await self._connection.ask(api.FeedbackReceipt, "POST", "/v1/feedback", json=body)
 
     async def collect(
         self, name: str, job: str | None = None, *, judge_unscored: bool = False, after_unix_ms: int = 0
-    ) -> CollectReport:
+    ) -> api.CollectReport:
         """Store captured traffic as trajectories under a name; prompts are those of a job. Raises Conflict."""
         body = {"name": name, "job": job, "judge_unscored": judge_unscored, "after_unix_ms": after_unix_ms}
-        return await self._connection.ask(CollectReport, "POST", "/v1/capture/collect", json=body)
+        return await self._connection.ask(api.CollectReport, "POST", "/v1/capture/collect", json=body)
 
 
 class AsyncContinualCalls:
@@ -483,21 +420,21 @@ class AsyncContinualCalls:
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
 
-    async def put(self, name: str, spec: Mapping[str, object]) -> ContinualDetail:
+    async def put(self, name: str, spec: Mapping[str, object]) -> api.ContinualDetail:
         """Make one or change it; its rounds stay. Raises InvalidInput, and NotFound where nothing is so served."""
-        return await self._connection.ask(ContinualDetail, "PUT", f"{PATH}/{name}", json=dict(spec))
+        return await self._connection.ask(api.ContinualDetail, "PUT", f"{PATH}/{name}", json=dict(spec))
 
-    async def all(self) -> list[ContinualSummary]:
+    async def all(self) -> list[api.ContinualSummary]:
         """All of them, by name."""
-        return (await self._connection.ask(ContinualList, "GET", PATH)).items
+        return (await self._connection.ask(api.ContinualList, "GET", PATH)).items
 
-    async def get(self, name: str) -> ContinualDetail:
+    async def get(self, name: str) -> api.ContinualDetail:
         """One with its rounds, newest first. Raises NotFound."""
-        return await self._connection.ask(ContinualDetail, "GET", f"{PATH}/{name}")
+        return await self._connection.ask(api.ContinualDetail, "GET", f"{PATH}/{name}")
 
-    async def begin_round(self, name: str) -> ContinualDetail:
+    async def begin_round(self, name: str) -> api.ContinualDetail:
         """Begin a round as soon as none is under way and anything is new. Raises NotFound."""
-        return await self._connection.ask(ContinualDetail, "POST", f"{PATH}/{name}/rounds")
+        return await self._connection.ask(api.ContinualDetail, "POST", f"{PATH}/{name}/rounds")
 
     async def delete(self, name: str) -> None:
         """Forget it and its rounds; jobs, weights and what is served stay. Raises NotFound."""
@@ -510,21 +447,23 @@ class AsyncDeadLetterCalls:
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
 
-    async def newest(self, job_id: str | None = None, stream: str = "", limit: int = 200) -> list[DeadLetterSummary]:
+    async def newest(
+        self, job_id: str | None = None, stream: str = "", limit: int = 200
+    ) -> list[api.DeadLetterSummary]:
         """The letters, the newest of each stream first. Raises NotFound."""
-        return await self._connection.pages(DeadLetterPage, _path(job_id), {"stream": stream}, limit)
+        return await self._connection.pages(api.DeadLetterPage, _path(job_id), {"stream": stream}, limit)
 
-    async def totals(self, job_id: str) -> dict[str, DeadLetterTotals]:
+    async def totals(self, job_id: str) -> dict[str, api.DeadLetterTotals]:
         """How many entries of a job were given up on, by stream. Raises NotFound."""
-        return (await self._connection.ask(DeadLetterPage, "GET", _path(job_id), params={"limit": 1})).totals
+        return (await self._connection.ask(api.DeadLetterPage, "GET", _path(job_id), params={"limit": 1})).totals
 
-    async def get(self, letter_id: str, job_id: str | None = None) -> DeadLetterDetail:
+    async def get(self, letter_id: str, job_id: str | None = None) -> api.DeadLetterDetail:
         """One letter with what it says. Raises NotFound."""
-        return await self._connection.ask(DeadLetterDetail, "GET", f"{_path(job_id)}/{letter_id}")
+        return await self._connection.ask(api.DeadLetterDetail, "GET", f"{_path(job_id)}/{letter_id}")
 
     async def redrive(self, letter_id: str, job_id: str | None = None) -> bool:
         """Put an entry back on its stream; False when it is no letter any more. Raises NotFound, Conflict."""
-        return (await self._connection.ask(Redriven, "POST", f"{_path(job_id)}/{letter_id}/redrive")).redriven
+        return (await self._connection.ask(api.Redriven, "POST", f"{_path(job_id)}/{letter_id}/redrive")).redriven
 
     async def drop(self, letter_id: str, job_id: str | None = None) -> None:
         """Forget a letter; its job goes on counting it. Raises NotFound."""
@@ -541,18 +480,18 @@ class AsyncPlatformCalls:
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
 
-    async def scale(self) -> ScaleView:
+    async def scale(self) -> api.ScaleView:
         """Desired and live replicas of each pool, with bounds."""
-        return await self._connection.ask(ScaleView, "GET", "/v1/scale")
+        return await self._connection.ask(api.ScaleView, "GET", "/v1/scale")
 
-    async def set_scale(self, **replicas: int) -> ScaleView:
+    async def set_scale(self, **replicas: int) -> api.ScaleView:
         """Ask for so many replicas: inference=3, sandbox_judge=2. Raises InvalidInput with a pointer per pool."""
         pools = {pool.replace("_", "-"): count for pool, count in replicas.items()}
-        return await self._connection.ask(ScaleView, "PUT", "/v1/scale", json=pools)
+        return await self._connection.ask(api.ScaleView, "PUT", "/v1/scale", json=pools)
 
-    async def attention(self) -> list[AttentionEntry]:
+    async def attention(self) -> list[api.AttentionEntry]:
         """What is wrong now and what to do about it, errors first."""
-        return (await self._connection.ask(AttentionList, "GET", "/v1/attention")).items
+        return (await self._connection.ask(api.AttentionList, "GET", "/v1/attention")).items
 
     async def create_key(
         self,
@@ -561,7 +500,7 @@ class AsyncPlatformCalls:
         scopes: Sequence[str],
         max_active_jobs: int | None = None,
         expires_in_seconds: int | None = None,
-    ) -> NewKey:
+    ) -> api.NewKey:
         """Make an API key; its `token` is in this answer and nowhere else. Raises InvalidInput."""
         body = {
             "name": name,
@@ -570,32 +509,32 @@ class AsyncPlatformCalls:
             "max_active_jobs": max_active_jobs,
             "expires_in_seconds": expires_in_seconds,
         }
-        return await self._connection.ask(NewKey, "POST", "/v1/keys", json=body, repeatable=False)
+        return await self._connection.ask(api.NewKey, "POST", "/v1/keys", json=body, repeatable=False)
 
-    async def keys(self) -> list[Key]:
+    async def keys(self) -> list[api.Key]:
         """Every API key, revoked ones too, without secrets."""
-        return (await self._connection.ask(Keys, "GET", "/v1/keys")).items
+        return (await self._connection.ask(api.Keys, "GET", "/v1/keys")).items
 
-    async def revoke_key(self, key_id: str) -> Key:
+    async def revoke_key(self, key_id: str) -> api.Key:
         """Make a key useless, within five seconds. Raises NotFound."""
-        return await self._connection.ask(Key, "DELETE", f"/v1/keys/{key_id}")
+        return await self._connection.ask(api.Key, "DELETE", f"/v1/keys/{key_id}")
 
-    async def audit(self, limit: int = 100) -> list[AuditRecord]:
+    async def audit(self, limit: int = 100) -> list[api.AuditRecord]:
         """Changes and refusals, newest first."""
-        return await self._connection.pages(AuditPage, "/v1/audit", {}, limit)
+        return await self._connection.pages(api.AuditPage, "/v1/audit", {}, limit)
 
-    async def describe(self) -> PlatformView:
+    async def describe(self) -> api.PlatformView:
         """Which platform this is, what it lost, and the jobs whose records are gone."""
-        return await self._connection.ask(PlatformView, "GET", "/v1/platform")
+        return await self._connection.ask(api.PlatformView, "GET", "/v1/platform")
 
-    async def rebuild(self, job_ids: Sequence[str] | None = None, *, resume: bool = False) -> list[RebuiltJob]:
+    async def rebuild(self, job_ids: Sequence[str] | None = None, *, resume: bool = False) -> list[api.RebuiltJob]:
         """Make the records of lost jobs again, by default of all, and acknowledge the loss. Raises InvalidInput."""
         body = {"job_ids": None if job_ids is None else list(job_ids), "resume": resume}
-        return (await self._connection.ask(RebuiltJobs, "POST", "/v1/platform/rebuild", json=body)).items
+        return (await self._connection.ask(api.RebuiltJobs, "POST", "/v1/platform/rebuild", json=body)).items
 
-    async def version(self) -> Version:
+    async def version(self) -> api.Version:
         """The orchestrator's release."""
-        return await self._connection.ask(Version, "GET", "/version")
+        return await self._connection.ask(api.Version, "GET", "/version")
 
     async def is_ready(self) -> bool:
         """Whether the platform takes requests now; false while it drains or lacks Redis, or does not answer."""
@@ -626,14 +565,14 @@ class AsyncTrainingCalls:
         from_step: int = 0,
         max_points: int = 1000,
         to_step: int | None = None,
-    ) -> MetricSeries:
+    ) -> api.MetricSeries:
         """A job's scalars as columns: of training over steps, or of queues and replicas over unix milliseconds."""
         asked = {"kind": kind, "from_step": from_step, "to_step": to_step, "max_points": max_points}
-        return await self._connection.ask(MetricSeries, "GET", f"/v1/jobs/{job_id}/metrics", params=asked)
+        return await self._connection.ask(api.MetricSeries, "GET", f"/v1/jobs/{job_id}/metrics", params=asked)
 
-    async def evaluations(self, job_id: str) -> list[StepEvaluation]:
+    async def evaluations(self, job_id: str) -> list[api.StepEvaluation]:
         """pass@k on the held-out problems, in order of steps."""
-        return (await self._connection.ask(Evaluations, "GET", f"/v1/jobs/{job_id}/evaluations")).items
+        return (await self._connection.ask(api.Evaluations, "GET", f"/v1/jobs/{job_id}/evaluations")).items
 
     async def plot(self, job_id: str, names: Sequence[str] = PLOTTED) -> Figure:
         """A matplotlib figure of pass@k with intervals and of these curves; notebooks show it.
@@ -642,24 +581,24 @@ class AsyncTrainingCalls:
         """
         return plot(await self.metrics(job_id), await self.evaluations(job_id), names)
 
-    async def requested_evaluations(self) -> list[Evaluation]:
+    async def requested_evaluations(self) -> list[api.Evaluation]:
         """Evaluations that somebody asked for, newest first, without their tables of problems."""
-        return (await self._connection.ask(EvaluationList, "GET", "/v1/evaluations")).items
+        return (await self._connection.ask(api.EvaluationList, "GET", "/v1/evaluations")).items
 
-    async def request_evaluation(self, job_id: str, **wanted: Unpack[EvaluationKeywords]) -> Evaluation:
+    async def request_evaluation(self, job_id: str, **wanted: Unpack[EvaluationKeywords]) -> api.Evaluation:
         """Queue an evaluation of a weight version or checkpoint. Raises InvalidInput with a pointer per fault."""
         body = {"job_id": job_id, **wanted}
-        return await self._connection.ask(Evaluation, "POST", "/v1/evaluations", json=body, repeatable=False)
+        return await self._connection.ask(api.Evaluation, "POST", "/v1/evaluations", json=body, repeatable=False)
 
-    async def evaluation(self, evaluation_id: str) -> Evaluation:
+    async def evaluation(self, evaluation_id: str) -> api.Evaluation:
         """An evaluation somebody asked for, with its table of problems once it succeeded. Raises NotFound."""
-        return await self._connection.ask(Evaluation, "GET", f"/v1/evaluations/{evaluation_id}")
+        return await self._connection.ask(api.Evaluation, "GET", f"/v1/evaluations/{evaluation_id}")
 
-    async def cancel_evaluation(self, evaluation_id: str) -> Evaluation:
+    async def cancel_evaluation(self, evaluation_id: str) -> api.Evaluation:
         """End an evaluation without a result. Raises NotFound, Conflict (code "evaluation_ended")."""
-        return await self._connection.ask(Evaluation, "POST", f"/v1/evaluations/{evaluation_id}/cancel")
+        return await self._connection.ask(api.Evaluation, "POST", f"/v1/evaluations/{evaluation_id}/cancel")
 
-    async def wait_evaluation(self, evaluation_id: str, timeout_seconds: float) -> Evaluation:
+    async def wait_evaluation(self, evaluation_id: str, timeout_seconds: float) -> api.Evaluation:
         """The evaluation once it has ended. Raises NotFound, NotReady (code "wait_timeout")."""
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -673,50 +612,50 @@ class AsyncTrainingCalls:
 
     async def trajectories(
         self, job_id: str, limit: int = 50, **filters: Unpack[TrajectoryFilters]
-    ) -> list[Trajectory]:
+    ) -> list[api.Trajectory]:
         """Trajectories of a job, on as many pages as it takes."""
-        return await self._connection.pages(TrajectoryPage, f"/v1/jobs/{job_id}/trajectories", filters, limit)
+        return await self._connection.pages(api.TrajectoryPage, f"/v1/jobs/{job_id}/trajectories", filters, limit)
 
     async def trajectory(
         self, job_id: str, trajectory_id: str, steps_from: int = 0, steps_limit: int | None = None
-    ) -> TrajectoryDetail:
+    ) -> api.TrajectoryDetail:
         """One trajectory with every hop it took, and a page of the training steps that drew it. Raises NotFound."""
         asked = {"steps_from": steps_from, "steps_limit": steps_limit}
         path = f"/v1/jobs/{job_id}/trajectories/{trajectory_id}"
-        return await self._connection.ask(TrajectoryDetail, "GET", path, params=asked)
+        return await self._connection.ask(api.TrajectoryDetail, "GET", path, params=asked)
 
-    async def token_values(self, job_id: str, trajectory_id: str, policy_version: int | None = None) -> TokenValues:
+    async def token_values(self, job_id: str, trajectory_id: str, policy_version: int | None = None) -> api.TokenValues:
         """Q_t and advantage of each token of a trajectory under a weight version, default the newest."""
         asked = {"policy_version": policy_version}
         path = f"/v1/jobs/{job_id}/trajectories/{trajectory_id}/values"
-        return await self._connection.ask(TokenValues, "GET", path, params=asked)
+        return await self._connection.ask(api.TokenValues, "GET", path, params=asked)
 
-    async def prompt(self, job_id: str, prompt_id: str) -> PromptView:
+    async def prompt(self, job_id: str, prompt_id: str) -> api.PromptView:
         """A prompt's value and its latest trajectories. Raises NotFound."""
-        return await self._connection.ask(PromptView, "GET", f"/v1/jobs/{job_id}/prompts/{prompt_id}")
+        return await self._connection.ask(api.PromptView, "GET", f"/v1/jobs/{job_id}/prompts/{prompt_id}")
 
-    async def prompts(self, job_id: str, limit: int = 100) -> list[PromptSuccess]:
+    async def prompts(self, job_id: str, limit: int = 100) -> list[api.PromptSuccess]:
         """Training prompts in their order, with how pi0 did on each."""
-        return await self._connection.pages(PromptPage, f"/v1/jobs/{job_id}/prompts", {}, limit)
+        return await self._connection.pages(api.PromptPage, f"/v1/jobs/{job_id}/prompts", {}, limit)
 
-    async def batch(self, job_id: str, step: int) -> BatchView:
+    async def batch(self, job_id: str, step: int) -> api.BatchView:
         """What a training step learnt from. Raises NotFound."""
-        return await self._connection.ask(BatchView, "GET", f"/v1/jobs/{job_id}/batches/{step}")
+        return await self._connection.ask(api.BatchView, "GET", f"/v1/jobs/{job_id}/batches/{step}")
 
     async def calibration(
         self, job_id: str, timeout_seconds: float = 600, **design: Unpack[CalibrationKeywords]
-    ) -> Calibration:
+    ) -> api.Calibration:
         """Predicted Q_t against the success of fresh continuations of stored prefixes."""
         path = f"/v1/jobs/{job_id}/calibration"
-        return await self._connection.ask(Calibration, "GET", path, params=design, timeout=timeout_seconds)
+        return await self._connection.ask(api.Calibration, "GET", path, params=design, timeout=timeout_seconds)
 
-    async def weights(self, job_id: str) -> list[WeightVersion]:
+    async def weights(self, job_id: str) -> list[api.WeightVersion]:
         """Published weight versions and which replicas serve them."""
-        return (await self._connection.ask(WeightVersions, "GET", f"/v1/jobs/{job_id}/weights")).items
+        return (await self._connection.ask(api.WeightVersions, "GET", f"/v1/jobs/{job_id}/weights")).items
 
-    async def weight_version(self, job_id: str, version: int) -> WeightVersion:
+    async def weight_version(self, job_id: str, version: int) -> api.WeightVersion:
         """One published version and which replicas serve it. Raises NotFound."""
-        return await self._connection.ask(WeightVersion, "GET", f"/v1/jobs/{job_id}/weights/{version}")
+        return await self._connection.ask(api.WeightVersion, "GET", f"/v1/jobs/{job_id}/weights/{version}")
 
     async def download_weights(self, job_id: str, version: int, folder: Path, *, merge: bool = False) -> Path:
         """A published version as a new folder that transformers and vLLM load, or peft an adapter; returns the folder.
@@ -741,32 +680,32 @@ class AsyncTrainingCalls:
         except httpx.TransportError as error:
             raise errors.Unreachable(f"the download broke off: {error}", code="api_unreachable") from None
 
-    async def push_weights(self, job_id: str, version: int) -> AnnouncedVersion:
+    async def push_weights(self, job_id: str, version: int) -> api.AnnouncedVersion:
         """Announce a stored version again. Raises NotFound, Conflict."""
         path = f"/v1/jobs/{job_id}/weights/push"
-        return await self._connection.ask(AnnouncedVersion, "POST", path, json={"version": version})
+        return await self._connection.ask(api.AnnouncedVersion, "POST", path, json={"version": version})
 
-    async def rollback_weights(self, job_id: str, version: int) -> AnnouncedVersion:
+    async def rollback_weights(self, job_id: str, version: int) -> api.AnnouncedVersion:
         """Let inference go back to an older version. Raises NotFound, Conflict."""
         path = f"/v1/jobs/{job_id}/weights/rollback"
-        return await self._connection.ask(AnnouncedVersion, "POST", path, json={"version": version})
+        return await self._connection.ask(api.AnnouncedVersion, "POST", path, json={"version": version})
 
-    async def checkpoints(self, job_id: str) -> list[Checkpoint]:
+    async def checkpoints(self, job_id: str) -> list[api.Checkpoint]:
         """Saved states of the trainer by step."""
-        return (await self._connection.ask(Checkpoints, "GET", f"/v1/jobs/{job_id}/checkpoints")).items
+        return (await self._connection.ask(api.Checkpoints, "GET", f"/v1/jobs/{job_id}/checkpoints")).items
 
-    async def logs(self, job_id: str, limit: int = 200, **filters: Unpack[LogFilters]) -> list[LogLine]:
+    async def logs(self, job_id: str, limit: int = 200, **filters: Unpack[LogFilters]) -> list[api.LogLine]:
         """Latest log lines of a job, newest first."""
-        return await self._connection.pages(LogPage, f"/v1/jobs/{job_id}/logs", filters, limit)
+        return await self._connection.pages(api.LogPage, f"/v1/jobs/{job_id}/logs", filters, limit)
 
-    async def policy_versions(self, job_id: str) -> list[WeightVersion]:
+    async def policy_versions(self, job_id: str) -> list[api.WeightVersion]:
         """Versions of a job's policy that can be asked for completions."""
-        return (await self._connection.ask(WeightVersions, "GET", f"/v1/policies/{job_id}/versions")).items
+        return (await self._connection.ask(api.WeightVersions, "GET", f"/v1/policies/{job_id}/versions")).items
 
     async def complete(
         self, job_id: str, prompt: str, timeout_seconds: float = 120, **requested: Unpack[CompletionKeywords]
-    ) -> Completions:
+    ) -> api.Completions:
         """Let a policy complete a prompt. Raises InvalidInput, NotReady while no replica serves the job."""
         body = {"prompt": prompt, **requested}
         path = f"/v1/policies/{job_id}/completions"
-        return await self._connection.ask(Completions, "POST", path, json=body, timeout=timeout_seconds)
+        return await self._connection.ask(api.Completions, "POST", path, json=body, timeout=timeout_seconds)

@@ -24,7 +24,7 @@ import httpx
 from httpx_sse import SSEError, aconnect_sse
 from ulid import ULID
 
-from spo import errors
+from spo import api, errors
 from spo.client._async.calls import (
     AsyncConnection,
     AsyncContinualCalls,
@@ -35,30 +35,7 @@ from spo.client._async.calls import (
     AsyncServingCalls,
     AsyncTrainingCalls,
 )
-from spo.client.models import (
-    DeletedJobs,
-    EpisodeLease,
-    Event,
-    EventPage,
-    ForkKeywords,
-    Job,
-    JobFilters,
-    JobPage,
-    JobSummary,
-    JsonObject,
-    LeaseList,
-    RenewedLease,
-    Replica,
-    Replicas,
-    RequestOptions,
-    ResolvedSpec,
-    SessionGrant,
-    SessionList,
-    SessionTreeView,
-    SessionView,
-    error_of,
-    parsed,
-)
+from spo.client.models import ForkKeywords, JobFilters, RequestOptions, error_of, parsed
 from spo.spec.job_spec import JobSpec
 
 HEARTBEAT_SECONDS = 15.0
@@ -75,47 +52,51 @@ class AsyncAgentCalls:
     def __init__(self, connection: AsyncConnection) -> None:
         self._connection = connection
 
-    async def open(self, job: str, **limits: object) -> SessionGrant:
+    async def open(self, job: str, **limits: object) -> api.SessionGrant:
         """Open a session of a job's policy: a URL and a key. Options: the fields of `POST /v1/agents/sessions`."""
         body = {"job": job, **limits}
-        return await self._connection.ask(SessionGrant, "POST", SESSIONS, repeatable=False, json=body)
+        return await self._connection.ask(api.SessionGrant, "POST", SESSIONS, repeatable=False, json=body)
 
-    async def all(self, job: str) -> list[SessionView]:
+    async def all(self, job: str) -> list[api.SessionView]:
         """The newest sessions of a job. Raises NotFound."""
-        return (await self._connection.ask(SessionList, "GET", SESSIONS, params={"job": job})).items
+        return (await self._connection.ask(api.SessionList, "GET", SESSIONS, params={"job": job})).items
 
-    async def get(self, session_id: str) -> SessionView:
+    async def get(self, session_id: str) -> api.SessionView:
         """A session, what it has used, and its outcome. Raises NotFound."""
-        return await self._connection.ask(SessionView, "GET", f"{SESSIONS}/{session_id}")
+        return await self._connection.ask(api.SessionView, "GET", f"{SESSIONS}/{session_id}")
 
-    async def finish(self, session_id: str, outcome: Mapping[str, object]) -> SessionView:
+    async def finish(self, session_id: str, outcome: Mapping[str, object]) -> api.SessionView:
         """End a session that was not leased, with its outcome. Raises Conflict."""
-        return await self._connection.ask(SessionView, "POST", f"{SESSIONS}/{session_id}/outcome", json=dict(outcome))
+        return await self._connection.ask(
+            api.SessionView, "POST", f"{SESSIONS}/{session_id}/outcome", json=dict(outcome)
+        )
 
-    async def tree(self, session_id: str) -> SessionTreeView:
+    async def tree(self, session_id: str) -> api.SessionTreeView:
         """All calls of a session. Raises NotFound."""
-        return await self._connection.ask(SessionTreeView, "GET", f"{SESSIONS}/{session_id}/tree")
+        return await self._connection.ask(api.SessionTreeView, "GET", f"{SESSIONS}/{session_id}/tree")
 
-    async def lease(self, pool: str, most: int, wait_seconds: float) -> list[EpisodeLease]:
+    async def lease(self, pool: str, most: int, wait_seconds: float) -> list[api.EpisodeLease]:
         """Episodes that wait for a runner of the pool; none where there are none in time."""
         body = {"pool": pool, "most": most, "wait_seconds": wait_seconds}
         request = RequestOptions(json=body, timeout=wait_seconds + self._connection.timeout_seconds)
-        return (await self._connection.ask(LeaseList, "POST", "/v1/agents/leases", repeatable=False, **request)).items
+        return (
+            await self._connection.ask(api.LeaseList, "POST", "/v1/agents/leases", repeatable=False, **request)
+        ).items
 
-    async def renew(self, lease_id: str, token: str) -> RenewedLease:
+    async def renew(self, lease_id: str, token: str) -> api.RenewedLease:
         """Hold an episode for longer. Raises PreconditionFailed (code "lease_lost")."""
         path = f"/v1/agents/leases/{lease_id}/renew"
-        return await self._connection.ask(RenewedLease, "POST", path, json={"token": token})
+        return await self._connection.ask(api.RenewedLease, "POST", path, json={"token": token})
 
-    async def give_back(self, lease_id: str, token: str) -> SessionView:
+    async def give_back(self, lease_id: str, token: str) -> api.SessionView:
         """Give an episode back that is not at fault: another runner gets it. Raises PreconditionFailed."""
         path = f"/v1/agents/leases/{lease_id}/give-back"
-        return await self._connection.ask(SessionView, "POST", path, json={"token": token})
+        return await self._connection.ask(api.SessionView, "POST", path, json={"token": token})
 
-    async def end(self, lease_id: str, outcome: Mapping[str, object]) -> SessionView:
+    async def end(self, lease_id: str, outcome: Mapping[str, object]) -> api.SessionView:
         """End an episode with its outcome. Raises Conflict, PreconditionFailed."""
         path = f"/v1/agents/leases/{lease_id}/outcome"
-        return await self._connection.ask(SessionView, "POST", path, json=dict(outcome))
+        return await self._connection.ask(api.SessionView, "POST", path, json=dict(outcome))
 
 
 class AsyncClient(AsyncTrainingCalls):
@@ -144,31 +125,31 @@ class AsyncClient(AsyncTrainingCalls):
         """Close the connections; the client cannot be used afterwards."""
         await self._connection.close()
 
-    async def submit(self, spec: JobSpec | Mapping[str, object], idempotency_key: str | None = None) -> Job:
+    async def submit(self, spec: JobSpec | Mapping[str, object], idempotency_key: str | None = None) -> api.Job:
         """Submit a job; the same key and spec give the same job. Raises InvalidInput with a pointer per fault."""
         key = idempotency_key or str(ULID())
         headers = {"Idempotency-Key": key}
         return await self._connection.ask(
-            Job, "POST", "/v1/jobs", json=_document(spec), headers=headers, work_seconds=CHECK_SECONDS
+            api.Job, "POST", "/v1/jobs", json=_document(spec), headers=headers, work_seconds=CHECK_SECONDS
         )
 
-    async def validate(self, spec: JobSpec | Mapping[str, object]) -> JsonObject:
+    async def validate(self, spec: JobSpec | Mapping[str, object]) -> api.JsonObject:
         """The spec with all defaults and `warnings`, not submitted. Raises InvalidInput with a pointer per fault."""
         asked = {"validate_only": True}
         resolved = await self._connection.ask(
-            ResolvedSpec, "POST", "/v1/jobs", json=_document(spec), params=asked, work_seconds=CHECK_SECONDS
+            api.ResolvedSpec, "POST", "/v1/jobs", json=_document(spec), params=asked, work_seconds=CHECK_SECONDS
         )
         return resolved.root
 
-    async def get(self, job_id: str) -> Job:
+    async def get(self, job_id: str) -> api.Job:
         """One job in full. Raises NotFound."""
-        return await self._connection.ask(Job, "GET", f"/v1/jobs/{job_id}")
+        return await self._connection.ask(api.Job, "GET", f"/v1/jobs/{job_id}")
 
-    async def jobs(self, limit: int = 100, **filters: Unpack[JobFilters]) -> list[JobSummary]:
+    async def jobs(self, limit: int = 100, **filters: Unpack[JobFilters]) -> list[api.JobSummary]:
         """Jobs, newest first, on as many pages as it takes."""
-        return await self._connection.pages(JobPage, "/v1/jobs", filters, limit)
+        return await self._connection.pages(api.JobPage, "/v1/jobs", filters, limit)
 
-    async def fork(self, job_id: str, idempotency_key: str | None = None, **requested: Unpack[ForkKeywords]) -> Job:
+    async def fork(self, job_id: str, idempotency_key: str | None = None, **requested: Unpack[ForkKeywords]) -> api.Job:
         """A new job from a version or a checkpoint of this one; as_reference: its weights become the new pi0.
 
         By default from the newest version, with the parent's pi0 and values. Raises NotFound, and InvalidInput with a
@@ -176,7 +157,7 @@ class AsyncClient(AsyncTrainingCalls):
         """
         headers = {"Idempotency-Key": idempotency_key or str(ULID())}
         return await self._connection.ask(
-            Job,
+            api.Job,
             "POST",
             f"/v1/jobs/{job_id}/fork",
             json=requested,
@@ -184,33 +165,33 @@ class AsyncClient(AsyncTrainingCalls):
             work_seconds=CHECK_SECONDS,
         )
 
-    async def cancel(self, job_id: str) -> JobSummary:
+    async def cancel(self, job_id: str) -> api.JobSummary:
         """Ask a job to stop for good. Raises NotFound, Conflict naming what is legal."""
         return await self._action(job_id, "cancel")
 
-    async def pause(self, job_id: str) -> JobSummary:
+    async def pause(self, job_id: str) -> api.JobSummary:
         """Ask a running job to checkpoint and wait. Raises NotFound, Conflict naming what is legal."""
         return await self._action(job_id, "pause")
 
-    async def resume(self, job_id: str) -> JobSummary:
+    async def resume(self, job_id: str) -> api.JobSummary:
         """Let a paused job go on. Raises NotFound, Conflict naming what is legal."""
         return await self._action(job_id, "resume")
 
-    async def checkpoint(self, job_id: str) -> JobSummary:
+    async def checkpoint(self, job_id: str) -> api.JobSummary:
         """Ask a running job to save its state now. Raises NotFound, Conflict naming what is legal."""
         return await self._action(job_id, "checkpoint")
 
-    async def history(self, job_id: str, after_seq: int = 0) -> list[Event]:
+    async def history(self, job_id: str, after_seq: int = 0) -> list[api.Event]:
         """What has happened to a job so far, in order. Raises NotFound."""
-        found: list[Event] = []
+        found: list[api.Event] = []
         while True:
             asked = {"after_seq": found[-1].seq if found else after_seq, "limit": 500}
-            page = await self._connection.ask(EventPage, "GET", f"/v1/jobs/{job_id}/events", params=asked)
+            page = await self._connection.ask(api.EventPage, "GET", f"/v1/jobs/{job_id}/events", params=asked)
             found += page.items
             if not page.items or not page.next_cursor:
                 return found
 
-    async def events(self, job_id: str, after_seq: int = 0) -> AsyncIterator[Event]:
+    async def events(self, job_id: str, after_seq: int = 0) -> AsyncIterator[api.Event]:
         """Every event after after_seq as it happens, until the job ends; reconnects without gaps or repeats.
 
         Raises NotFound, and Unreachable when the API stays away for retry_seconds.
@@ -237,18 +218,18 @@ class AsyncClient(AsyncTrainingCalls):
         """Delete an ended job; its experience stays in the store. Raises NotFound, Conflict."""
         await self._connection.content("DELETE", f"/v1/jobs/{job_id}")
 
-    async def delete_jobs(self, job_ids: Sequence[str]) -> DeletedJobs:
+    async def delete_jobs(self, job_ids: Sequence[str]) -> api.DeletedJobs:
         """Delete several ended jobs, at most 200; those that cannot be are named with the reason."""
         body = {"job_ids": list(job_ids)}
-        return await self._connection.ask(DeletedJobs, "POST", "/v1/job-deletions", json=body)
+        return await self._connection.ask(api.DeletedJobs, "POST", "/v1/job-deletions", json=body)
 
-    async def rename(self, job_id: str, name: str) -> JobSummary:
+    async def rename(self, job_id: str, name: str) -> api.JobSummary:
         """Give a job another name, whatever its state; its spec keeps the one it came with. Raises NotFound."""
-        return await self._connection.ask(JobSummary, "PATCH", f"/v1/jobs/{job_id}", json={"name": name})
+        return await self._connection.ask(api.JobSummary, "PATCH", f"/v1/jobs/{job_id}", json={"name": name})
 
-    async def replicas(self) -> list[Replica]:
+    async def replicas(self) -> list[api.Replica]:
         """Every live registered replica."""
-        return (await self._connection.ask(Replicas, "GET", "/v1/replicas")).items
+        return (await self._connection.ask(api.Replicas, "GET", "/v1/replicas")).items
 
     @property
     def platform(self) -> AsyncPlatformCalls:
@@ -285,7 +266,9 @@ class AsyncClient(AsyncTrainingCalls):
         """Calls about the names under which policies are served."""
         return AsyncServingCalls(self._connection)
 
-    async def wait(self, job_id: str, timeout_seconds: float, on_poll: Callable[[Job], None] = lambda _: None) -> Job:
+    async def wait(
+        self, job_id: str, timeout_seconds: float, on_poll: Callable[[api.Job], None] = lambda _: None
+    ) -> api.Job:
         """The job once it has ended, however; on_poll sees it every second.
 
         Raises NotFound, and NotReady (code "wait_timeout").
@@ -301,10 +284,10 @@ class AsyncClient(AsyncTrainingCalls):
                 raise errors.NotReady(message, code="wait_timeout")
             await asyncio.sleep(1.0)
 
-    async def _action(self, job_id: str, action: str) -> JobSummary:
-        return await self._connection.ask(JobSummary, "POST", f"/v1/jobs/{job_id}/{action}")
+    async def _action(self, job_id: str, action: str) -> api.JobSummary:
+        return await self._connection.ask(api.JobSummary, "POST", f"/v1/jobs/{job_id}/{action}")
 
-    async def _stream(self, job_id: str, after_seq: int) -> AsyncIterator[Event]:
+    async def _stream(self, job_id: str, after_seq: int) -> AsyncIterator[api.Event]:
         headers = {"Last-Event-ID": str(after_seq)}
         # The server sends a comment as a heartbeat: a longer silence means a dead connection.
         timeout = httpx.Timeout(self._connection.timeout_seconds, read=3 * HEARTBEAT_SECONDS)
@@ -316,8 +299,8 @@ class AsyncClient(AsyncTrainingCalls):
                 raise error_of(source.response)
             async for message in source.aiter_sse():
                 if message.data:
-                    yield parsed(Event, json.loads(message.data))
+                    yield parsed(api.Event, json.loads(message.data))
 
 
-def _document(spec: JobSpec | Mapping[str, object]) -> JsonObject:
+def _document(spec: JobSpec | Mapping[str, object]) -> api.JsonObject:
     return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)

@@ -15,89 +15,24 @@ import httpx
 from pydantic import BaseModel
 from ulid import ULID
 
-from spo import errors
+from spo import api, errors
 from spo.client.models import (
     PLOTTED,
-    AnnouncedVersion,
-    AttentionEntry,
-    AttentionList,
-    AuditPage,
-    AuditRecord,
-    BatchView,
-    Calibration,
     CalibrationKeywords,
-    CaptureView,
-    Checkpoint,
-    Checkpoints,
-    CollectReport,
     CompactKeywords,
-    CompactReport,
     CompletionKeywords,
-    Completions,
-    ContinualDetail,
-    ContinualList,
-    ContinualSummary,
-    DatasetPage,
-    DatasetView,
-    DeadLetterDetail,
-    DeadLetterPage,
-    DeadLetterSummary,
-    DeadLetterTotals,
-    Document,
-    Entry,
-    Evaluation,
     EvaluationKeywords,
-    EvaluationList,
-    Evaluations,
-    ExperienceStatistics,
     ExportKeywords,
     FeedbackKeywords,
-    FeedbackReceipt,
-    FileFormat,
     ImportOptions,
-    ImportReport,
-    JsonObject,
-    Key,
-    Keys,
     LogFilters,
-    LogLine,
-    LogPage,
-    MetricSeries,
-    NewKey,
-    Page,
-    PlatformView,
-    PromptPage,
-    PromptSuccess,
-    PromptView,
     PruneKeywords,
-    PruneReport,
-    RebuiltJob,
-    RebuiltJobs,
     ReceivedFolder,
-    Redriven,
     RejudgeKeywords,
-    RejudgeReport,
     RequestOptions,
     RowFilters,
-    ScaleView,
-    ServedModelList,
-    ServedModelView,
-    StepEvaluation,
-    StoredRow,
-    StoredRowDetail,
-    StoredRowPage,
-    StoredRun,
-    StoredRuns,
     StoreFilters,
-    TaskFormat,
-    TokenValues,
-    Trajectory,
-    TrajectoryDetail,
     TrajectoryFilters,
-    TrajectoryPage,
-    Version,
-    WeightVersion,
-    WeightVersions,
     content_of,
     error_of,
     parsed,
@@ -114,12 +49,12 @@ PAGE_ENTRIES = 100
 
 PART_BYTES = 16 << 20
 PART_TYPE = "application/offset+octet-stream"
-FILE_FORMATS: dict[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
+FILE_FORMATS: dict[str, api.FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 # Judging and reading whole files take their time.
 LONG_SECONDS = 3600.0
 CONTENT_TYPES = {".jsonl": "application/x-ndjson", ".parquet": "application/vnd.apache.parquet"}
-Report = TypeVar("Report", bound=Document)
+Report = TypeVar("Report", bound=api.Document)
 
 PATH = "/v1/continual"
 
@@ -164,9 +99,11 @@ class Connection:
         """The API's answer as a model. Raises what `content` raises, InternalError for an answer of another form."""
         return parsed(answer, self.content(method, path, repeatable=repeatable, work_seconds=work_seconds, **request))
 
-    def pages(self, page: type[Page[Entry]], path: str, parameters: Mapping[str, object], limit: int) -> list[Entry]:
+    def pages(
+        self, page: type[api.Page[api.Entry]], path: str, parameters: Mapping[str, object], limit: int
+    ) -> list[api.Entry]:
         """Up to `limit` entries of a list, on as many pages as it takes."""
-        found: list[Entry] = []
+        found: list[api.Entry] = []
         cursor: str | None = None
         while len(found) < limit:
             asked = {**parameters, "limit": min(PAGE_ENTRIES, limit - len(found)), "cursor": cursor}
@@ -239,10 +176,10 @@ class DatasetCalls:
         self,
         path: Path,
         name: str = "",
-        task_format: TaskFormat = "jsonl",
+        task_format: api.TaskFormat = "jsonl",
         resume: str | None = None,
         part_bytes: int = PART_BYTES,
-    ) -> DatasetView:
+    ) -> api.DatasetView:
         """Send a JSONL or Parquet file in parts; resume: the id of an upload that was cut off and goes on where it was.
 
         name is the file's by default; task_format is jsonl (the platform's own), code_contests or taco. Raises
@@ -256,19 +193,19 @@ class DatasetCalls:
                 found = self._send(found.id, found.uploaded_bytes, file.read(part_bytes))
         return found
 
-    def all(self, limit: int = 100) -> list[DatasetView]:
+    def all(self, limit: int = 100) -> list[api.DatasetView]:
         """Datasets, newest first."""
-        return self._connection.pages(DatasetPage, "/v1/datasets", {}, limit)
+        return self._connection.pages(api.DatasetPage, "/v1/datasets", {}, limit)
 
-    def get(self, dataset_id: str) -> DatasetView:
+    def get(self, dataset_id: str) -> api.DatasetView:
         """One dataset with the report on its rows. Raises NotFound."""
-        return self._connection.ask(DatasetView, "GET", f"/v1/datasets/{dataset_id}")
+        return self._connection.ask(api.DatasetView, "GET", f"/v1/datasets/{dataset_id}")
 
     def delete(self, dataset_id: str) -> None:
         """Remove a dataset for good. Raises NotFound, Conflict (code "dataset_in_use")."""
         self._connection.content("DELETE", f"/v1/datasets/{dataset_id}")
 
-    def wait(self, dataset_id: str, timeout_seconds: float) -> DatasetView:
+    def wait(self, dataset_id: str, timeout_seconds: float) -> api.DatasetView:
         """The dataset once it is "ready" or "invalid". Raises NotFound, NotReady (code "wait_timeout")."""
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -280,7 +217,7 @@ class DatasetCalls:
                 raise errors.NotReady(message, code="wait_timeout")
             time.sleep(0.5)
 
-    def _begin(self, path: Path, name: str, task_format: TaskFormat, size: int) -> DatasetView:
+    def _begin(self, path: Path, name: str, task_format: api.TaskFormat, size: int) -> api.DatasetView:
         if path.suffix not in FILE_FORMATS:
             raise errors.InvalidInput(f"{path} is none of {', '.join(FILE_FORMATS)}", code="bad_upload")
         wanted = {
@@ -289,14 +226,14 @@ class DatasetCalls:
             "file_format": FILE_FORMATS[path.suffix],
             "size_bytes": size,
         }
-        return self._connection.ask(DatasetView, "POST", "/v1/datasets", json=wanted, repeatable=False)
+        return self._connection.ask(api.DatasetView, "POST", "/v1/datasets", json=wanted, repeatable=False)
 
-    def _send(self, dataset_id: str, offset: int, part: bytes) -> DatasetView:
+    def _send(self, dataset_id: str, offset: int, part: bytes) -> api.DatasetView:
         digest = base64.b64encode(hashlib.sha256(part).digest()).decode()
         headers = {"Content-Type": PART_TYPE, "Upload-Offset": str(offset), "Content-Digest": f"sha-256=:{digest}:"}
         path = f"/v1/datasets/{dataset_id}"
         try:
-            return self._connection.ask(DatasetView, "PATCH", path, content=part, headers=headers)
+            return self._connection.ask(api.DatasetView, "PATCH", path, content=part, headers=headers)
         except errors.Conflict:
             # A part whose answer was lost is there already.
             found = self.get(dataset_id)
@@ -311,24 +248,24 @@ class ExperienceCalls:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def runs(self, **filters: Unpack[StoreFilters]) -> list[StoredRun]:
+    def runs(self, **filters: Unpack[StoreFilters]) -> list[api.StoredRun]:
         """Stored runs and imports with their lineage, newest first. Raises NotFound for a run nobody stored."""
-        return (self._connection.ask(StoredRuns, "GET", "/v1/experience", params=filters)).items
+        return (self._connection.ask(api.StoredRuns, "GET", "/v1/experience", params=filters)).items
 
-    def statistics(self, **filters: Unpack[StoreFilters]) -> ExperienceStatistics:
+    def statistics(self, **filters: Unpack[StoreFilters]) -> api.ExperienceStatistics:
         """Counts by run, source, outcome, judge and licence. Raises NotFound."""
         path = "/v1/experience/stats"
-        return self._connection.ask(ExperienceStatistics, "GET", path, params=filters, timeout=LONG_SECONDS)
+        return self._connection.ask(api.ExperienceStatistics, "GET", path, params=filters, timeout=LONG_SECONDS)
 
-    def rows(self, limit: int = 50, **filters: Unpack[RowFilters]) -> list[StoredRow]:
+    def rows(self, limit: int = 50, **filters: Unpack[RowFilters]) -> list[api.StoredRow]:
         """Stored trajectories without their tokens. Raises NotFound."""
-        return self._connection.pages(StoredRowPage, "/v1/experience/rows", filters, limit)
+        return self._connection.pages(api.StoredRowPage, "/v1/experience/rows", filters, limit)
 
-    def row(self, trajectory_id: str) -> StoredRowDetail:
+    def row(self, trajectory_id: str) -> api.StoredRowDetail:
         """One stored trajectory with every column. Raises NotFound."""
-        return self._connection.ask(StoredRowDetail, "GET", f"/v1/experience/rows/{trajectory_id}")
+        return self._connection.ask(api.StoredRowDetail, "GET", f"/v1/experience/rows/{trajectory_id}")
 
-    def import_file(self, path: Path, name: str, **options: Unpack[ImportOptions]) -> ImportReport:
+    def import_file(self, path: Path, name: str, **options: Unpack[ImportOptions]) -> api.ImportReport:
         """Store a JSONL or Parquet file's rows under a name; the same file again changes nothing.
 
         Raises InvalidInput: code "bad_rows" with a violation per row that is refused, "unsupported_file" or
@@ -342,7 +279,7 @@ class ExperienceCalls:
         except OSError as error:
             raise errors.InvalidInput(f"cannot read {path}: {error.strerror}", code="unreadable_file") from None
         return self._connection.ask(
-            ImportReport,
+            api.ImportReport,
             "POST",
             "/v1/experience/import",
             params={**options, "name": name},
@@ -351,7 +288,7 @@ class ExperienceCalls:
             timeout=LONG_SECONDS,
         )
 
-    def export(self, target: Path, export_format: FileFormat, **requested: Unpack[ExportKeywords]) -> int:
+    def export(self, target: Path, export_format: api.FileFormat, **requested: Unpack[ExportKeywords]) -> int:
         """Write stored trajectories to a file, whole or not at all; returns its bytes.
 
         Raises InvalidInput (code "unwritable_file" for the target), NotFound, Unreachable when the connection breaks.
@@ -377,17 +314,17 @@ class ExperienceCalls:
             writing.unlink(missing_ok=True)
         return target.stat().st_size
 
-    def rejudge(self, **requested: Unpack[RejudgeKeywords]) -> RejudgeReport:
+    def rejudge(self, **requested: Unpack[RejudgeKeywords]) -> api.RejudgeReport:
         """Judge stored trajectories by the tests that a job or `tasks` has today. Raises InvalidInput, NotFound."""
-        return self._post(RejudgeReport, "rejudge", requested)
+        return self._post(api.RejudgeReport, "rejudge", requested)
 
-    def compact(self, **requested: Unpack[CompactKeywords]) -> CompactReport:
+    def compact(self, **requested: Unpack[CompactKeywords]) -> api.CompactReport:
         """Merge many small files into few. Raises NotFound, Conflict while another call does."""
-        return self._post(CompactReport, "compact", requested)
+        return self._post(api.CompactReport, "compact", requested)
 
-    def prune(self, **requested: Unpack[PruneKeywords]) -> PruneReport:
+    def prune(self, **requested: Unpack[PruneKeywords]) -> api.PruneReport:
         """Remove stored experience. Raises NotFound, Conflict for a job that is not over."""
-        return self._post(PruneReport, "prune", requested)
+        return self._post(api.PruneReport, "prune", requested)
 
     def _post(self, report: type[Report], action: str, requested: Mapping[str, object]) -> Report:
         path = f"/v1/experience/{action}"
@@ -400,13 +337,13 @@ class ServingCalls:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def models(self) -> list[ServedModelView]:
+    def models(self) -> list[api.ServedModelView]:
         """Every name that means something now."""
-        return (self._connection.ask(ServedModelList, "GET", "/v1/served-models")).items
+        return (self._connection.ask(api.ServedModelList, "GET", "/v1/served-models")).items
 
-    def get(self, name: str) -> ServedModelView:
+    def get(self, name: str) -> api.ServedModelView:
         """What a name means now. Raises NotFound."""
-        return self._connection.ask(ServedModelView, "GET", f"/v1/served-models/{name}")
+        return self._connection.ask(api.ServedModelView, "GET", f"/v1/served-models/{name}")
 
     def publish(
         self,
@@ -417,38 +354,38 @@ class ServingCalls:
         *,
         expected_number: int | None = None,
         min_replicas: int | None = None,
-    ) -> ServedModelView:
+    ) -> api.ServedModelView:
         """Let a name mean a weight version of a job, None: always its newest; so many replicas stay for it.
 
         Raises NotFound, and Conflict when the name's last change is not number `expected_number` (0: none).
         """
         body = {"job_id": job_id, "version": version, "note": note, "expected_number": expected_number}
         body |= {} if min_replicas is None else {"min_replicas": min_replicas}
-        return self._connection.ask(ServedModelView, "PUT", f"/v1/served-models/{name}", json=body)
+        return self._connection.ask(api.ServedModelView, "PUT", f"/v1/served-models/{name}", json=body)
 
-    def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> ServedModelView:
+    def roll_back(self, name: str, to_number: int | None = None, note: str = "") -> api.ServedModelView:
         """Serve again what was served before, or after change `to_number`. Raises NotFound, PreconditionFailed."""
         body = {"to_number": to_number, "note": note}
         path = f"/v1/served-models/{name}/rollback"
-        return self._connection.ask(ServedModelView, "POST", path, json=body, repeatable=False)
+        return self._connection.ask(api.ServedModelView, "POST", path, json=body, repeatable=False)
 
-    def remove(self, name: str) -> ServedModelView:
+    def remove(self, name: str) -> api.ServedModelView:
         """Let a name mean nothing; its history stays. Raises NotFound."""
-        return self._connection.ask(ServedModelView, "DELETE", f"/v1/served-models/{name}")
+        return self._connection.ask(api.ServedModelView, "DELETE", f"/v1/served-models/{name}")
 
-    def history(self, name: str) -> list[ServedModelView]:
+    def history(self, name: str) -> list[api.ServedModelView]:
         """The last hundred changes of a name, newest first. Raises NotFound."""
-        return (self._connection.ask(ServedModelList, "GET", f"/v1/served-models/{name}/history")).items
+        return (self._connection.ask(api.ServedModelList, "GET", f"/v1/served-models/{name}/history")).items
 
-    def capture(self) -> CaptureView:
+    def capture(self) -> api.CaptureView:
         """How traffic is captured where it is asked for, and how much is kept."""
-        return self._connection.ask(CaptureView, "GET", "/v1/capture")
+        return self._connection.ask(api.CaptureView, "GET", "/v1/capture")
 
-    def set_capture_policy(self, policy: Mapping[str, object]) -> CaptureView:
+    def set_capture_policy(self, policy: Mapping[str, object]) -> api.CaptureView:
         """Change how traffic is captured from now on; what is not said has its default. Raises InvalidInput."""
-        return self._connection.ask(CaptureView, "PUT", "/v1/capture", json=dict(policy))
+        return self._connection.ask(api.CaptureView, "PUT", "/v1/capture", json=dict(policy))
 
-    def captured(self) -> list[JsonObject]:
+    def captured(self) -> list[api.JsonObject]:
         """All that is kept, oldest first, with what was said of it."""
         lines = self._connection.content("GET", "/v1/capture/export")
         return [json.loads(line) for line in str(lines or "").splitlines() if line]
@@ -457,20 +394,20 @@ class ServingCalls:
         """Remove a captured completion and what was said of it."""
         self._connection.content("DELETE", f"/v1/capture/completions/{completion_id}")
 
-    def feedback(self, completion_id: str, index: int = 0, **said: Unpack[FeedbackKeywords]) -> FeedbackReceipt:
+    def feedback(self, completion_id: str, index: int = 0, **said: Unpack[FeedbackKeywords]) -> api.FeedbackReceipt:
         """Join a score, thumbs, a test's result, an edited answer or a comment to a captured completion.
 
         The same again changes nothing. Raises NotFound when the completion was not captured.
         """
         body = {"id": completion_id, "index": index, **said}
-        return self._connection.ask(FeedbackReceipt, "POST", "/v1/feedback", json=body)
+        return self._connection.ask(api.FeedbackReceipt, "POST", "/v1/feedback", json=body)
 
     def collect(
         self, name: str, job: str | None = None, *, judge_unscored: bool = False, after_unix_ms: int = 0
-    ) -> CollectReport:
+    ) -> api.CollectReport:
         """Store captured traffic as trajectories under a name; prompts are those of a job. Raises Conflict."""
         body = {"name": name, "job": job, "judge_unscored": judge_unscored, "after_unix_ms": after_unix_ms}
-        return self._connection.ask(CollectReport, "POST", "/v1/capture/collect", json=body)
+        return self._connection.ask(api.CollectReport, "POST", "/v1/capture/collect", json=body)
 
 
 class ContinualCalls:
@@ -479,21 +416,21 @@ class ContinualCalls:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def put(self, name: str, spec: Mapping[str, object]) -> ContinualDetail:
+    def put(self, name: str, spec: Mapping[str, object]) -> api.ContinualDetail:
         """Make one or change it; its rounds stay. Raises InvalidInput, and NotFound where nothing is so served."""
-        return self._connection.ask(ContinualDetail, "PUT", f"{PATH}/{name}", json=dict(spec))
+        return self._connection.ask(api.ContinualDetail, "PUT", f"{PATH}/{name}", json=dict(spec))
 
-    def all(self) -> list[ContinualSummary]:
+    def all(self) -> list[api.ContinualSummary]:
         """All of them, by name."""
-        return (self._connection.ask(ContinualList, "GET", PATH)).items
+        return (self._connection.ask(api.ContinualList, "GET", PATH)).items
 
-    def get(self, name: str) -> ContinualDetail:
+    def get(self, name: str) -> api.ContinualDetail:
         """One with its rounds, newest first. Raises NotFound."""
-        return self._connection.ask(ContinualDetail, "GET", f"{PATH}/{name}")
+        return self._connection.ask(api.ContinualDetail, "GET", f"{PATH}/{name}")
 
-    def begin_round(self, name: str) -> ContinualDetail:
+    def begin_round(self, name: str) -> api.ContinualDetail:
         """Begin a round as soon as none is under way and anything is new. Raises NotFound."""
-        return self._connection.ask(ContinualDetail, "POST", f"{PATH}/{name}/rounds")
+        return self._connection.ask(api.ContinualDetail, "POST", f"{PATH}/{name}/rounds")
 
     def delete(self, name: str) -> None:
         """Forget it and its rounds; jobs, weights and what is served stay. Raises NotFound."""
@@ -506,21 +443,21 @@ class DeadLetterCalls:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def newest(self, job_id: str | None = None, stream: str = "", limit: int = 200) -> list[DeadLetterSummary]:
+    def newest(self, job_id: str | None = None, stream: str = "", limit: int = 200) -> list[api.DeadLetterSummary]:
         """The letters, the newest of each stream first. Raises NotFound."""
-        return self._connection.pages(DeadLetterPage, _path(job_id), {"stream": stream}, limit)
+        return self._connection.pages(api.DeadLetterPage, _path(job_id), {"stream": stream}, limit)
 
-    def totals(self, job_id: str) -> dict[str, DeadLetterTotals]:
+    def totals(self, job_id: str) -> dict[str, api.DeadLetterTotals]:
         """How many entries of a job were given up on, by stream. Raises NotFound."""
-        return (self._connection.ask(DeadLetterPage, "GET", _path(job_id), params={"limit": 1})).totals
+        return (self._connection.ask(api.DeadLetterPage, "GET", _path(job_id), params={"limit": 1})).totals
 
-    def get(self, letter_id: str, job_id: str | None = None) -> DeadLetterDetail:
+    def get(self, letter_id: str, job_id: str | None = None) -> api.DeadLetterDetail:
         """One letter with what it says. Raises NotFound."""
-        return self._connection.ask(DeadLetterDetail, "GET", f"{_path(job_id)}/{letter_id}")
+        return self._connection.ask(api.DeadLetterDetail, "GET", f"{_path(job_id)}/{letter_id}")
 
     def redrive(self, letter_id: str, job_id: str | None = None) -> bool:
         """Put an entry back on its stream; False when it is no letter any more. Raises NotFound, Conflict."""
-        return (self._connection.ask(Redriven, "POST", f"{_path(job_id)}/{letter_id}/redrive")).redriven
+        return (self._connection.ask(api.Redriven, "POST", f"{_path(job_id)}/{letter_id}/redrive")).redriven
 
     def drop(self, letter_id: str, job_id: str | None = None) -> None:
         """Forget a letter; its job goes on counting it. Raises NotFound."""
@@ -537,18 +474,18 @@ class PlatformCalls:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def scale(self) -> ScaleView:
+    def scale(self) -> api.ScaleView:
         """Desired and live replicas of each pool, with bounds."""
-        return self._connection.ask(ScaleView, "GET", "/v1/scale")
+        return self._connection.ask(api.ScaleView, "GET", "/v1/scale")
 
-    def set_scale(self, **replicas: int) -> ScaleView:
+    def set_scale(self, **replicas: int) -> api.ScaleView:
         """Ask for so many replicas: inference=3, sandbox_judge=2. Raises InvalidInput with a pointer per pool."""
         pools = {pool.replace("_", "-"): count for pool, count in replicas.items()}
-        return self._connection.ask(ScaleView, "PUT", "/v1/scale", json=pools)
+        return self._connection.ask(api.ScaleView, "PUT", "/v1/scale", json=pools)
 
-    def attention(self) -> list[AttentionEntry]:
+    def attention(self) -> list[api.AttentionEntry]:
         """What is wrong now and what to do about it, errors first."""
-        return (self._connection.ask(AttentionList, "GET", "/v1/attention")).items
+        return (self._connection.ask(api.AttentionList, "GET", "/v1/attention")).items
 
     def create_key(
         self,
@@ -557,7 +494,7 @@ class PlatformCalls:
         scopes: Sequence[str],
         max_active_jobs: int | None = None,
         expires_in_seconds: int | None = None,
-    ) -> NewKey:
+    ) -> api.NewKey:
         """Make an API key; its `token` is in this answer and nowhere else. Raises InvalidInput."""
         body = {
             "name": name,
@@ -566,32 +503,32 @@ class PlatformCalls:
             "max_active_jobs": max_active_jobs,
             "expires_in_seconds": expires_in_seconds,
         }
-        return self._connection.ask(NewKey, "POST", "/v1/keys", json=body, repeatable=False)
+        return self._connection.ask(api.NewKey, "POST", "/v1/keys", json=body, repeatable=False)
 
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[api.Key]:
         """Every API key, revoked ones too, without secrets."""
-        return (self._connection.ask(Keys, "GET", "/v1/keys")).items
+        return (self._connection.ask(api.Keys, "GET", "/v1/keys")).items
 
-    def revoke_key(self, key_id: str) -> Key:
+    def revoke_key(self, key_id: str) -> api.Key:
         """Make a key useless, within five seconds. Raises NotFound."""
-        return self._connection.ask(Key, "DELETE", f"/v1/keys/{key_id}")
+        return self._connection.ask(api.Key, "DELETE", f"/v1/keys/{key_id}")
 
-    def audit(self, limit: int = 100) -> list[AuditRecord]:
+    def audit(self, limit: int = 100) -> list[api.AuditRecord]:
         """Changes and refusals, newest first."""
-        return self._connection.pages(AuditPage, "/v1/audit", {}, limit)
+        return self._connection.pages(api.AuditPage, "/v1/audit", {}, limit)
 
-    def describe(self) -> PlatformView:
+    def describe(self) -> api.PlatformView:
         """Which platform this is, what it lost, and the jobs whose records are gone."""
-        return self._connection.ask(PlatformView, "GET", "/v1/platform")
+        return self._connection.ask(api.PlatformView, "GET", "/v1/platform")
 
-    def rebuild(self, job_ids: Sequence[str] | None = None, *, resume: bool = False) -> list[RebuiltJob]:
+    def rebuild(self, job_ids: Sequence[str] | None = None, *, resume: bool = False) -> list[api.RebuiltJob]:
         """Make the records of lost jobs again, by default of all, and acknowledge the loss. Raises InvalidInput."""
         body = {"job_ids": None if job_ids is None else list(job_ids), "resume": resume}
-        return (self._connection.ask(RebuiltJobs, "POST", "/v1/platform/rebuild", json=body)).items
+        return (self._connection.ask(api.RebuiltJobs, "POST", "/v1/platform/rebuild", json=body)).items
 
-    def version(self) -> Version:
+    def version(self) -> api.Version:
         """The orchestrator's release."""
-        return self._connection.ask(Version, "GET", "/version")
+        return self._connection.ask(api.Version, "GET", "/version")
 
     def is_ready(self) -> bool:
         """Whether the platform takes requests now; false while it drains or lacks Redis, or does not answer."""
@@ -622,14 +559,14 @@ class TrainingCalls:
         from_step: int = 0,
         max_points: int = 1000,
         to_step: int | None = None,
-    ) -> MetricSeries:
+    ) -> api.MetricSeries:
         """A job's scalars as columns: of training over steps, or of queues and replicas over unix milliseconds."""
         asked = {"kind": kind, "from_step": from_step, "to_step": to_step, "max_points": max_points}
-        return self._connection.ask(MetricSeries, "GET", f"/v1/jobs/{job_id}/metrics", params=asked)
+        return self._connection.ask(api.MetricSeries, "GET", f"/v1/jobs/{job_id}/metrics", params=asked)
 
-    def evaluations(self, job_id: str) -> list[StepEvaluation]:
+    def evaluations(self, job_id: str) -> list[api.StepEvaluation]:
         """pass@k on the held-out problems, in order of steps."""
-        return (self._connection.ask(Evaluations, "GET", f"/v1/jobs/{job_id}/evaluations")).items
+        return (self._connection.ask(api.Evaluations, "GET", f"/v1/jobs/{job_id}/evaluations")).items
 
     def plot(self, job_id: str, names: Sequence[str] = PLOTTED) -> Figure:
         """A matplotlib figure of pass@k with intervals and of these curves; notebooks show it.
@@ -638,24 +575,24 @@ class TrainingCalls:
         """
         return plot(self.metrics(job_id), self.evaluations(job_id), names)
 
-    def requested_evaluations(self) -> list[Evaluation]:
+    def requested_evaluations(self) -> list[api.Evaluation]:
         """Evaluations that somebody asked for, newest first, without their tables of problems."""
-        return (self._connection.ask(EvaluationList, "GET", "/v1/evaluations")).items
+        return (self._connection.ask(api.EvaluationList, "GET", "/v1/evaluations")).items
 
-    def request_evaluation(self, job_id: str, **wanted: Unpack[EvaluationKeywords]) -> Evaluation:
+    def request_evaluation(self, job_id: str, **wanted: Unpack[EvaluationKeywords]) -> api.Evaluation:
         """Queue an evaluation of a weight version or checkpoint. Raises InvalidInput with a pointer per fault."""
         body = {"job_id": job_id, **wanted}
-        return self._connection.ask(Evaluation, "POST", "/v1/evaluations", json=body, repeatable=False)
+        return self._connection.ask(api.Evaluation, "POST", "/v1/evaluations", json=body, repeatable=False)
 
-    def evaluation(self, evaluation_id: str) -> Evaluation:
+    def evaluation(self, evaluation_id: str) -> api.Evaluation:
         """An evaluation somebody asked for, with its table of problems once it succeeded. Raises NotFound."""
-        return self._connection.ask(Evaluation, "GET", f"/v1/evaluations/{evaluation_id}")
+        return self._connection.ask(api.Evaluation, "GET", f"/v1/evaluations/{evaluation_id}")
 
-    def cancel_evaluation(self, evaluation_id: str) -> Evaluation:
+    def cancel_evaluation(self, evaluation_id: str) -> api.Evaluation:
         """End an evaluation without a result. Raises NotFound, Conflict (code "evaluation_ended")."""
-        return self._connection.ask(Evaluation, "POST", f"/v1/evaluations/{evaluation_id}/cancel")
+        return self._connection.ask(api.Evaluation, "POST", f"/v1/evaluations/{evaluation_id}/cancel")
 
-    def wait_evaluation(self, evaluation_id: str, timeout_seconds: float) -> Evaluation:
+    def wait_evaluation(self, evaluation_id: str, timeout_seconds: float) -> api.Evaluation:
         """The evaluation once it has ended. Raises NotFound, NotReady (code "wait_timeout")."""
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -667,50 +604,50 @@ class TrainingCalls:
                 raise errors.NotReady(message, code="wait_timeout")
             time.sleep(1.0)
 
-    def trajectories(self, job_id: str, limit: int = 50, **filters: Unpack[TrajectoryFilters]) -> list[Trajectory]:
+    def trajectories(self, job_id: str, limit: int = 50, **filters: Unpack[TrajectoryFilters]) -> list[api.Trajectory]:
         """Trajectories of a job, on as many pages as it takes."""
-        return self._connection.pages(TrajectoryPage, f"/v1/jobs/{job_id}/trajectories", filters, limit)
+        return self._connection.pages(api.TrajectoryPage, f"/v1/jobs/{job_id}/trajectories", filters, limit)
 
     def trajectory(
         self, job_id: str, trajectory_id: str, steps_from: int = 0, steps_limit: int | None = None
-    ) -> TrajectoryDetail:
+    ) -> api.TrajectoryDetail:
         """One trajectory with every hop it took, and a page of the training steps that drew it. Raises NotFound."""
         asked = {"steps_from": steps_from, "steps_limit": steps_limit}
         path = f"/v1/jobs/{job_id}/trajectories/{trajectory_id}"
-        return self._connection.ask(TrajectoryDetail, "GET", path, params=asked)
+        return self._connection.ask(api.TrajectoryDetail, "GET", path, params=asked)
 
-    def token_values(self, job_id: str, trajectory_id: str, policy_version: int | None = None) -> TokenValues:
+    def token_values(self, job_id: str, trajectory_id: str, policy_version: int | None = None) -> api.TokenValues:
         """Q_t and advantage of each token of a trajectory under a weight version, default the newest."""
         asked = {"policy_version": policy_version}
         path = f"/v1/jobs/{job_id}/trajectories/{trajectory_id}/values"
-        return self._connection.ask(TokenValues, "GET", path, params=asked)
+        return self._connection.ask(api.TokenValues, "GET", path, params=asked)
 
-    def prompt(self, job_id: str, prompt_id: str) -> PromptView:
+    def prompt(self, job_id: str, prompt_id: str) -> api.PromptView:
         """A prompt's value and its latest trajectories. Raises NotFound."""
-        return self._connection.ask(PromptView, "GET", f"/v1/jobs/{job_id}/prompts/{prompt_id}")
+        return self._connection.ask(api.PromptView, "GET", f"/v1/jobs/{job_id}/prompts/{prompt_id}")
 
-    def prompts(self, job_id: str, limit: int = 100) -> list[PromptSuccess]:
+    def prompts(self, job_id: str, limit: int = 100) -> list[api.PromptSuccess]:
         """Training prompts in their order, with how pi0 did on each."""
-        return self._connection.pages(PromptPage, f"/v1/jobs/{job_id}/prompts", {}, limit)
+        return self._connection.pages(api.PromptPage, f"/v1/jobs/{job_id}/prompts", {}, limit)
 
-    def batch(self, job_id: str, step: int) -> BatchView:
+    def batch(self, job_id: str, step: int) -> api.BatchView:
         """What a training step learnt from. Raises NotFound."""
-        return self._connection.ask(BatchView, "GET", f"/v1/jobs/{job_id}/batches/{step}")
+        return self._connection.ask(api.BatchView, "GET", f"/v1/jobs/{job_id}/batches/{step}")
 
     def calibration(
         self, job_id: str, timeout_seconds: float = 600, **design: Unpack[CalibrationKeywords]
-    ) -> Calibration:
+    ) -> api.Calibration:
         """Predicted Q_t against the success of fresh continuations of stored prefixes."""
         path = f"/v1/jobs/{job_id}/calibration"
-        return self._connection.ask(Calibration, "GET", path, params=design, timeout=timeout_seconds)
+        return self._connection.ask(api.Calibration, "GET", path, params=design, timeout=timeout_seconds)
 
-    def weights(self, job_id: str) -> list[WeightVersion]:
+    def weights(self, job_id: str) -> list[api.WeightVersion]:
         """Published weight versions and which replicas serve them."""
-        return (self._connection.ask(WeightVersions, "GET", f"/v1/jobs/{job_id}/weights")).items
+        return (self._connection.ask(api.WeightVersions, "GET", f"/v1/jobs/{job_id}/weights")).items
 
-    def weight_version(self, job_id: str, version: int) -> WeightVersion:
+    def weight_version(self, job_id: str, version: int) -> api.WeightVersion:
         """One published version and which replicas serve it. Raises NotFound."""
-        return self._connection.ask(WeightVersion, "GET", f"/v1/jobs/{job_id}/weights/{version}")
+        return self._connection.ask(api.WeightVersion, "GET", f"/v1/jobs/{job_id}/weights/{version}")
 
     def download_weights(self, job_id: str, version: int, folder: Path, *, merge: bool = False) -> Path:
         """A published version as a new folder that transformers and vLLM load, or peft an adapter; returns the folder.
@@ -735,32 +672,32 @@ class TrainingCalls:
         except httpx.TransportError as error:
             raise errors.Unreachable(f"the download broke off: {error}", code="api_unreachable") from None
 
-    def push_weights(self, job_id: str, version: int) -> AnnouncedVersion:
+    def push_weights(self, job_id: str, version: int) -> api.AnnouncedVersion:
         """Announce a stored version again. Raises NotFound, Conflict."""
         path = f"/v1/jobs/{job_id}/weights/push"
-        return self._connection.ask(AnnouncedVersion, "POST", path, json={"version": version})
+        return self._connection.ask(api.AnnouncedVersion, "POST", path, json={"version": version})
 
-    def rollback_weights(self, job_id: str, version: int) -> AnnouncedVersion:
+    def rollback_weights(self, job_id: str, version: int) -> api.AnnouncedVersion:
         """Let inference go back to an older version. Raises NotFound, Conflict."""
         path = f"/v1/jobs/{job_id}/weights/rollback"
-        return self._connection.ask(AnnouncedVersion, "POST", path, json={"version": version})
+        return self._connection.ask(api.AnnouncedVersion, "POST", path, json={"version": version})
 
-    def checkpoints(self, job_id: str) -> list[Checkpoint]:
+    def checkpoints(self, job_id: str) -> list[api.Checkpoint]:
         """Saved states of the trainer by step."""
-        return (self._connection.ask(Checkpoints, "GET", f"/v1/jobs/{job_id}/checkpoints")).items
+        return (self._connection.ask(api.Checkpoints, "GET", f"/v1/jobs/{job_id}/checkpoints")).items
 
-    def logs(self, job_id: str, limit: int = 200, **filters: Unpack[LogFilters]) -> list[LogLine]:
+    def logs(self, job_id: str, limit: int = 200, **filters: Unpack[LogFilters]) -> list[api.LogLine]:
         """Latest log lines of a job, newest first."""
-        return self._connection.pages(LogPage, f"/v1/jobs/{job_id}/logs", filters, limit)
+        return self._connection.pages(api.LogPage, f"/v1/jobs/{job_id}/logs", filters, limit)
 
-    def policy_versions(self, job_id: str) -> list[WeightVersion]:
+    def policy_versions(self, job_id: str) -> list[api.WeightVersion]:
         """Versions of a job's policy that can be asked for completions."""
-        return (self._connection.ask(WeightVersions, "GET", f"/v1/policies/{job_id}/versions")).items
+        return (self._connection.ask(api.WeightVersions, "GET", f"/v1/policies/{job_id}/versions")).items
 
     def complete(
         self, job_id: str, prompt: str, timeout_seconds: float = 120, **requested: Unpack[CompletionKeywords]
-    ) -> Completions:
+    ) -> api.Completions:
         """Let a policy complete a prompt. Raises InvalidInput, NotReady while no replica serves the job."""
         body = {"prompt": prompt, **requested}
         path = f"/v1/policies/{job_id}/completions"
-        return self._connection.ask(Completions, "POST", path, json=body, timeout=timeout_seconds)
+        return self._connection.ask(api.Completions, "POST", path, json=body, timeout=timeout_seconds)
