@@ -30,16 +30,18 @@ from services.orchestrator.capture import CaptureStore
 from services.orchestrator.checks import ModelCheck, PlanWarnings, SpecCheck
 from services.orchestrator.commit import Durability, Leadership
 from services.orchestrator.continual import ContinualLoop, ContinualStore, RoundExperience, RoundJobs
+from services.orchestrator.damaged_jobs import belongs_to
 from services.orchestrator.datasets import DatasetFiles, Datasets, TaskLibrary
 from services.orchestrator.deletion import JobDeletion, Leftovers
 from services.orchestrator.dispatch import PromptDispatcher
 from services.orchestrator.evaluation import EvaluationLimits, EvaluationQueue
 from services.orchestrator.forks import Forks
-from services.orchestrator.jobs import EventFiles, JobStore, belongs_to
+from services.orchestrator.heartbeats import HeartbeatResponder
+from services.orchestrator.jobs import EventFiles, JobStore
 from services.orchestrator.leases import JobFiles, Leases
 from services.orchestrator.monitor import JobMonitor
 from services.orchestrator.recovery import JobManifests, JobRebuild, PlatformIdentity, RecoveryWatch
-from services.orchestrator.replicas import GroupsInHand, HeartbeatResponder, ReplicaAssigner, ReplicaRegistry
+from services.orchestrator.replicas import GroupsInHand, ReplicaAssigner, ReplicaRegistry
 from services.orchestrator.scoring import Scorer
 from services.orchestrator.serving import PoolLimits, ServedJudges, ServedModels, ServingPool, ServingQuota
 from services.orchestrator.settings import Settings

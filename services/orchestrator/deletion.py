@@ -33,7 +33,8 @@ from ulid import ULID
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import Commit, now_ms
-from services.orchestrator.jobs import ENDING, JobStore, lists_of, or_nothing, state_to_delete
+from services.orchestrator.damaged_jobs import ENDING, lists_of, or_nothing, state_to_delete
+from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import JobFiles
 from services.orchestrator.pipeline import SHARED_STREAMS
 from services.orchestrator.recovery import RecoveryWatch, newest_open

@@ -23,7 +23,8 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.checks import state_in_words
 from services.orchestrator.commit import Commit, Fence, Precondition, Write, now_ms
-from services.orchestrator.jobs import HALF_THERE, JobStore
+from services.orchestrator.damaged_jobs import HALF_THERE
+from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases, failures_of, latest_point, latest_step
 from services.orchestrator.pipeline import entries_in_pipeline, troubles_in_pipeline
 from services.orchestrator.replicas import (

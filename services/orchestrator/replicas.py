@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -24,7 +24,7 @@ from services.orchestrator.job_records import equal_for_tenants, tenants_of
 from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, PreconditionFailed
-from spo.messaging.redis_client import only_this_job, record_words
+from spo.messaging.redis_client import record_words
 from spo.messaging.streams import append_words
 from spo.observability import MAX_CHARACTERS, POLICY_VERSION, get_logger, head_and_tail
 from spo.rpc.pools import TIME_BYTES
@@ -53,12 +53,6 @@ IN_USE_SECONDS = 300.0
 SERVED = HOLDS_SLOT - {JobState.CANCELLING}
 
 REFERENCE_VERSION = 0
-
-# Replicas learn of new weights from the run's stream, so an answer may be this old.
-LOOK_SECONDS = 0.5
-# With more heartbeats a second than this, replicas are asked to send them less often; two lost ones still drop nobody.
-BEATS_PER_SECOND = 200
-_ALONE = wire.HeartbeatResponse(next_heartbeat_seconds=HEARTBEAT_SECONDS).SerializeToString()
 
 
 @dataclass(frozen=True)
@@ -630,66 +624,3 @@ def applied_by(replicas: Sequence[LiveReplica], job_id: str, version: int) -> di
         "pending": [r.replica_id for r in found if r.policy_version < version and not r.problem],
         "failed": [r.replica_id for r in found if r.policy_version < version and r.problem],
     }
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    """A snapshot of Redis: every replica's assignment and the answer for every run."""
-
-    at: float = float("-inf")
-    assignments: dict[str, str] = field(default_factory=dict)
-    answers: dict[str, bytes] = field(default_factory=dict)
-
-
-class HeartbeatResponder:
-    """Answers from one snapshot all replicas whose assignment is unchanged; only a change is read from Redis anew."""
-
-    def __init__(self, jobs: JobStore, assigner: ReplicaAssigner, in_hand: GroupsInHand) -> None:
-        self.in_hand = in_hand
-        self.jobs = jobs
-        self.assigner = assigner
-        self._lock = threading.Lock()
-        self._snapshot = _Snapshot()
-
-    def answer(self, request: wire.HeartbeatRequest) -> bytes:
-        """The HeartbeatResponse, serialized."""
-        if request.pool != "inference":
-            return _ALONE
-        if request.run_id:
-            snapshot = self._latest()
-            answer = snapshot.answers.get(request.run_id)
-            if answer is not None and snapshot.assignments.get(request.replica_id) == request.run_id:
-                return answer
-        return self._answer_for(self.assigner.run_of(request.replica_id))
-
-    def _latest(self) -> _Snapshot:
-        snapshot = self._snapshot
-        # While another thread reads Redis, the older snapshot does: no heartbeat waits for another's read.
-        if time.monotonic() - snapshot.at > LOOK_SECONDS and self._lock.acquire(blocking=False):
-            try:
-                at = time.monotonic()
-                assignments = self.assigner.assignments()
-                pause = self._pause_seconds(len(assignments))
-                answers: dict[str, bytes] = {}
-                for run_id in self.assigner.wanted():
-                    with only_this_job():
-                        answers[run_id] = self._answer_for(run_id, pause)
-                self._snapshot = snapshot = _Snapshot(at, assignments, answers)
-            finally:
-                self._lock.release()
-        return snapshot
-
-    def _pause_seconds(self, replicas: int) -> float:
-        seldom = min(replicas / BEATS_PER_SECOND, self.assigner.replicas.silence_seconds / 3)
-        return max(HEARTBEAT_SECONDS, seldom)
-
-    def _answer_for(self, run_id: str, pause_seconds: float = HEARTBEAT_SECONDS) -> bytes:
-        response = wire.HeartbeatResponse(next_heartbeat_seconds=pause_seconds)
-        if run_id:
-            response.run_id = run_id
-            response.groups_in_hand = self.in_hand.of(run_id)
-            response.model_path = self.jobs.spec(run_id).model.path
-            announced = announced_version(self.jobs, run_id)
-            if announced is not None:
-                response.weights.CopyFrom(announced)
-        return response.SerializeToString()

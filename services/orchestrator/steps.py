@@ -22,10 +22,11 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.checks import ModelCheck
 from services.orchestrator.commit import Commit, Write
+from services.orchestrator.damaged_jobs import HALF_THERE, replace_damaged
 from services.orchestrator.datasets import TaskLibrary
 from services.orchestrator.evaluation import EvaluationQueue
 from services.orchestrator.job_records import JobAction, clear_fields, refuse, turns_of, while_field_is, write_fields
-from services.orchestrator.jobs import HALF_THERE, JobStore, replace_damaged
+from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import EvaluationFailure, Leases, latest_step, recorded_checkpoints
 from services.orchestrator.monitor import JobMonitor, refused_in_words
 from services.orchestrator.pipeline import check_groups, given_up

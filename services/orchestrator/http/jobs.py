@@ -25,9 +25,9 @@ from services.orchestrator.container import (
     checks_of,
     require_own_job,
 )
+from services.orchestrator.damaged_jobs import shown_state, why_not_shown
 from services.orchestrator.forks import ForkOptions
 from services.orchestrator.job_records import CANCEL, PAUSE, RESUME, JobAction, JobRecord, Submission, submitted_before
-from services.orchestrator.jobs import shown_state, why_not_shown
 from services.orchestrator.leases import training_series
 from services.orchestrator.pipeline import DISPATCHER, entries_in_pipeline, troubles_in_pipeline
 from services.orchestrator.replicas import announce_version, announcement_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator import replicas
+from services.orchestrator import heartbeats, replicas
 from services.orchestrator.container import AppContext
 from services.orchestrator.replicas import HEARTBEAT_SECONDS
 from spo.spec.job_spec import parse_job_spec
@@ -39,7 +39,7 @@ def commands(context: AppContext) -> int:
 def test_heartbeats_without_news_hardly_reach_redis(
     open_context: Callable[..., AppContext], document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "LOOK_SECONDS", 60)
+    monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 60)
     monkeypatch.setattr(replicas, "WRITE_SECONDS", 60)
     context = open_context(replica_silence_seconds=600)
     job_id = running(context, document)
@@ -85,8 +85,8 @@ def test_a_replica_that_was_forgotten_joins_again(
 def test_the_more_replicas_there_are_the_less_often_each_is_asked_for(
     context: AppContext, document: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "BEATS_PER_SECOND", 1)
-    monkeypatch.setattr(replicas, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(heartbeats, "BEATS_PER_SECOND", 1)
+    monkeypatch.setattr(heartbeats, "LOOK_SECONDS", 0)
     job_id = running(context, document)
     pauses = []
     for number in range(8):
