@@ -30,18 +30,9 @@ from spo.model.chat import ChatFormat
 from spo.model.tokenizer import decode_response, encode_observation, encode_prompt, opens_reasoning
 from spo.spec.section import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from spo.spec.tasks import setup_from_json
+from spo.v1 import trajectory_pb2 as wire
 from spo.v1.environment_service_pb2 import Observation
 from spo.v1.prompt_pb2 import PromptGroup, Sampling
-from spo.v1.trajectory_pb2 import (
-    FINISH_REASON_LENGTH,
-    FINISH_REASON_STOP,
-    SEGMENT_KIND_ACTION,
-    SEGMENT_KIND_OBSERVATION,
-    Hop,
-    RolloutGroup,
-    Segment,
-    Trajectory,
-)
 from spo.v1.verdict_pb2 import Verdict
 
 MAX_SAMPLES = 100_000
@@ -168,7 +159,7 @@ class Episode:
     verdict: Verdict | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[wire.Segment] = field(default_factory=list)
     text: str = ""
     reasoning_characters: int = 0
     turns: int = 0
@@ -206,7 +197,7 @@ class Episode:
         # After a rollback a turn's version is an older one.
         self.version_last = max(self.version_last, sample.version_last)
         self.turns += 1
-        self._append(SEGMENT_KIND_ACTION, sample.token_ids, sample.logprobs, text)
+        self._append(wire.SEGMENT_KIND_ACTION, sample.token_ids, sample.logprobs, text)
         self.finished = not sample.stopped
         return text[reasoned:]
 
@@ -232,7 +223,7 @@ class Episode:
         if len(self.token_ids) + len(token_ids) >= rules.max_tokens:
             self.finished = True
             return
-        self._append(SEGMENT_KIND_OBSERVATION, token_ids, [0.0] * len(token_ids), text)
+        self._append(wire.SEGMENT_KIND_OBSERVATION, token_ids, [0.0] * len(token_ids), text)
         self.segments[-1].label = observation.label
 
     def _append(
@@ -241,7 +232,7 @@ class Episode:
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.text += text
-        self.segments.append(Segment(kind=kind, tokens=len(token_ids), characters=len(text)))  # type: ignore[arg-type]
+        self.segments.append(wire.Segment(kind=kind, tokens=len(token_ids), characters=len(text)))  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
@@ -274,7 +265,7 @@ class StartedEpisodes:
         for samples in list(self._running.values()):
             samples.future.cancel()
 
-    def result(self, timeout_seconds: float) -> RolloutGroup:
+    def result(self, timeout_seconds: float) -> wire.RolloutGroup:
         """The finished group. Raises Unreachable after timeout_seconds, or what engine or environment raised."""
         try:
             finished = self.future.result(timeout_seconds)
@@ -283,7 +274,7 @@ class StartedEpisodes:
             raise Unreachable(f"the group's conversations did not end in {timeout_seconds:.1f} s") from None
         now = int(time.time() * 1000)
         trajectories = [self._trajectory(index, episode, now) for index, episode in enumerate(finished)]
-        return RolloutGroup(request=self.request, trajectories=trajectories)
+        return wire.RolloutGroup(request=self.request, trajectories=trajectories)
 
     def begin(self, draws: list[Draw]) -> None:
         """Ask the environment for first observations and begin each conversation with one."""
@@ -370,9 +361,9 @@ class StartedEpisodes:
             else:
                 self.future.set_exception(error)
 
-    def _trajectory(self, index: int, episode: Episode, now: int) -> Trajectory:
+    def _trajectory(self, index: int, episode: Episode, now: int) -> wire.Trajectory:
         group = self.request
-        return Trajectory(
+        return wire.Trajectory(
             trajectory_id=redis_keys.trajectory_id(
                 group.run_id, group.group_id, index, group.attempt, episode.version_first
             ),
@@ -392,10 +383,10 @@ class StartedEpisodes:
             temperature=episode.draw.temperature,
             top_p=self.rules.top_p,
             seed=episode.draw.seed,
-            finish_reason=FINISH_REASON_STOP if episode.stopped else FINISH_REASON_LENGTH,
+            finish_reason=wire.FINISH_REASON_STOP if episode.stopped else wire.FINISH_REASON_LENGTH,
             sampler=self.assignment.sampler,
             created_unix_ms=now,
-            hops=[Hop(service="inference", at_unix_ms=now)],
+            hops=[wire.Hop(service="inference", at_unix_ms=now)],
             verdict=episode.verdict,
             segments=episode.segments,
         )

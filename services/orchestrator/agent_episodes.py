@@ -30,19 +30,8 @@ from spo.service.process import in_rounds
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import JobState, record_of
 from spo.spec.tasks import HarnessSpec
+from spo.v1 import trajectory_pb2 as wire
 from spo.v1.prompt_pb2 import PromptGroup
-from spo.v1.trajectory_pb2 import (
-    FINISH_REASON_LENGTH,
-    FINISH_REASON_STOP,
-    SEGMENT_KIND_ACTION,
-    SEGMENT_KIND_BRANCH,
-    SEGMENT_KIND_OBSERVATION,
-    Hop,
-    RolloutGroup,
-    Segment,
-    SegmentKind,
-    Trajectory,
-)
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
 
 # A runner that is silent for so long has lost its episodes.
@@ -364,7 +353,7 @@ class AgentEpisodes:
         with group.consumer.isolated(group.entry):
             trajectories = list(self._trajectories(request, [each for each in group.episodes if each.state == "done"]))
             if trajectories:
-                payload = RolloutGroup(request=request, trajectories=trajectories).SerializeToString()
+                payload = wire.RolloutGroup(request=request, trajectories=trajectories).SerializeToString()
                 stream = redis_keys.rollouts_of(request.prompt.verifier_pool)
                 group.consumer.forward(group.entry, stream, payload, run_id=request.run_id)
             else:
@@ -372,7 +361,7 @@ class AgentEpisodes:
             fields = [episode.field for episode in group.episodes]
             self.jobs.write(("HDEL", own_keys.agent_episodes(request.run_id), *fields))
 
-    def _trajectories(self, request: PromptGroup, episodes: Sequence[AgentEpisode]) -> Iterator[Trajectory]:
+    def _trajectories(self, request: PromptGroup, episodes: Sequence[AgentEpisode]) -> Iterator[wire.Trajectory]:
         spec = self.jobs.spec(request.run_id)
         for episode in episodes:
             session = self.sessions.get(episode.session_id)
@@ -402,7 +391,7 @@ _LEASE_MS = int(LEASE_SECONDS * 1000)
 
 def trajectory_of(
     request: PromptGroup, episode: AgentEpisode, session: AgentSession, paths: Sequence[Sequence[CallNode]]
-) -> Trajectory:
+) -> wire.Trajectory:
     """An episode as one trajectory: the branches that its leaves end one after the other, and its reward, once.
 
     paths: from the root to each leaf, the last call's at last. A call that several share is an action in the first of
@@ -411,7 +400,7 @@ def trajectory_of(
     """
     root, last = paths[0][0], paths[-1][-1]
     known = [node for path in paths for node in path]
-    found = Trajectory(
+    found = wire.Trajectory(
         trajectory_id=redis_keys.trajectory_id(
             request.run_id, request.group_id, episode.sample, episode.attempt, root.version_first
         ),
@@ -427,10 +416,10 @@ def trajectory_of(
         temperature=session.temperature,
         top_p=session.top_p,
         seed=session.seed,
-        finish_reason=FINISH_REASON_LENGTH if episode.is_cut else FINISH_REASON_STOP,
+        finish_reason=wire.FINISH_REASON_LENGTH if episode.is_cut else wire.FINISH_REASON_STOP,
         sampler=root.sampler,
         created_unix_ms=now_ms(),
-        hops=[Hop(service="inference", at_unix_ms=now_ms())],
+        hops=[wire.Hop(service="inference", at_unix_ms=now_ms())],
     )
     trained: set[int] = set()
     for path in paths:
@@ -438,12 +427,12 @@ def trajectory_of(
         _begin_branch(found, path, own[0])
         for node in own:
             if node is not own[0]:
-                _append(found, SEGMENT_KIND_OBSERVATION, node.read, _read_text(node))
+                _append(found, wire.SEGMENT_KIND_OBSERVATION, node.read, _read_text(node))
             text = episode.answer if node is last and episode.answer else _sampled_text(node)
             if node is last:
                 answered = len(found.response_text) + node.reasoning_characters
                 found.reasoning_characters = 0 if episode.answer else answered
-            _append(found, SEGMENT_KIND_ACTION, node.sampled, text, node.logprobs)
+            _append(found, wire.SEGMENT_KIND_ACTION, node.sampled, text, node.logprobs)
         trained.update(node.number for node in own)
     if episode.reward is not None:
         outcome = OUTCOME_ACCEPTED if episode.reward >= 1 else OUTCOME_WRONG_ANSWER
@@ -451,19 +440,19 @@ def trajectory_of(
     return found
 
 
-def _begin_branch(found: Trajectory, path: Sequence[CallNode], first: CallNode) -> None:
+def _begin_branch(found: wire.Trajectory, path: Sequence[CallNode], first: CallNode) -> None:
     """Write what a branch reads before its first own call: nothing for the first, whose prompt that is."""
     if not found.segments:
         return
     before = path[: path.index(first)]
     token_ids = [token for node in before for token in (*node.read, *node.sampled)]
-    _append(found, SEGMENT_KIND_BRANCH, [*token_ids, *first.read], _read_text(first))
+    _append(found, wire.SEGMENT_KIND_BRANCH, [*token_ids, *first.read], _read_text(first))
     found.segments[-1].label = f"after call {before[-1].number}" if before else "a root of its own"
 
 
 def _append(
-    found: Trajectory,
-    kind: SegmentKind.ValueType,
+    found: wire.Trajectory,
+    kind: wire.SegmentKind.ValueType,
     token_ids: Sequence[int],
     text: str,
     logprobs: Sequence[float] = (),
@@ -472,7 +461,7 @@ def _append(
     found.response_token_ids.extend(token_ids)
     found.sampling_logprobs.extend(logprobs or (0.0,) * len(token_ids))
     found.response_text += text
-    found.segments.append(Segment(kind=kind, tokens=len(token_ids), characters=len(text)))
+    found.segments.append(wire.Segment(kind=kind, tokens=len(token_ids), characters=len(text)))
 
 
 def _read_text(node: CallNode) -> str:

@@ -34,16 +34,7 @@ from services.orchestrator.leases import training_series
 from services.orchestrator.replicas import published_versions
 from services.orchestrator.serving import NAME_PATTERN, Change, ServedModels, Target
 from services.orchestrator.values import require_stored
-from spo.errors import (
-    Conflict,
-    FieldViolation,
-    InvalidInput,
-    NotFound,
-    NotReady,
-    PreconditionFailed,
-    ResourceExhausted,
-    SpoError,
-)
+from spo import errors
 from spo.experience.store import ExperienceStore
 from spo.messaging.redis_client import as_spo_error
 from spo.messaging.streams.recovery import Outage
@@ -257,7 +248,7 @@ class ContinualStore:
         before = next((job for job in known if job.name == wanted.name), None)
         if before is None and len(known) >= MOST_PER_TENANT:
             message = f"a tenant may have {MOST_PER_TENANT} continual jobs; delete one"
-            raise ResourceExhausted(message, code="too_many_continual_jobs")
+            raise errors.ResourceExhausted(message, code="too_many_continual_jobs")
         made = replace(wanted, created_at=before.created_at if before else timestamp())
         document = asdict(made) | {"spec": made.spec.model_dump(mode="json")}
         self.jobs.write(("HSET", own_keys.continual_jobs(), made.field, json.dumps(document)))
@@ -267,7 +258,7 @@ class ContinualStore:
         """One by its name, if it is the tenant's (None: anybody's). Raises NotFound."""
         found = [job for job in self.all(tenant) if job.name == name]
         if not found:
-            raise NotFound(f"there is no continual job {name}", code="continual_job_not_found")
+            raise errors.NotFound(f"there is no continual job {name}", code="continual_job_not_found")
         return found[0]
 
     def all(self, tenant: str | None = None) -> list[ContinualJob]:
@@ -355,7 +346,7 @@ def compare(
     """
     rates = [_rates(table) for table in (served, candidate)]
     if not rates[0] or rates[0].keys() != rates[1].keys():
-        raise PreconditionFailed("the two evaluations are of different problems", code="not_comparable")
+        raise errors.PreconditionFailed("the two evaluations are of different problems", code="not_comparable")
     names = sorted(rates[0])
     before_P, after_P = (np.array([of[name] for name in names]) for of in rates)
     gain_P = after_P - before_P
@@ -483,7 +474,7 @@ class RoundJobs:
         # One that is made anew under the same name has rounds of its own.
         key = f"continual:{job.name}:{job.created_at}:{begun.number}"
         if job.max_active_jobs is not None and self.jobs.active_of(job.tenant) >= job.max_active_jobs:
-            raise NotReady(f"the round waits: {job.max_active_jobs} jobs have not ended", code="quota_exceeded")
+            raise errors.NotReady(f"the round waits: {job.max_active_jobs} jobs have not ended", code="quota_exceeded")
         if begun.parent_version:
             options = ForkOptions(begun.parent_version, None, as_reference=True, overrides=begun.overrides)
             return self.forks.fork(
@@ -499,13 +490,15 @@ class RoundJobs:
         """Raises InvalidInput, with a pointer to each fault, where no round could be made with them."""
         try:
             made = self._spec(parent, spec.round_overrides("name", 1))
-        except InvalidInput as error:
-            found = tuple(FieldViolation(f"/overrides{fault.pointer}", fault.message) for fault in error.violations)
-            raise InvalidInput(error.message, code="invalid_continual_job", violations=found) from None
+        except errors.InvalidInput as error:
+            found = tuple(
+                errors.FieldViolation(f"/overrides{fault.pointer}", fault.message) for fault in error.violations
+            )
+            raise errors.InvalidInput(error.message, code="invalid_continual_job", violations=found) from None
         if all(part.source not in STORED_SOURCES for part in made.replay.mix):
             message = "no share of a batch is of stored experience (other_run or annotated)"
-            fault = FieldViolation("/overrides/replay/mix", message)
-            raise InvalidInput("nothing would be learned", code="invalid_continual_job", violations=(fault,))
+            fault = errors.FieldViolation("/overrides/replay/mix", message)
+            raise errors.InvalidInput("nothing would be learned", code="invalid_continual_job", violations=(fault,))
 
     def _require(self, spec: JobSpec, job: ContinualJob) -> None:
         self.require_usable(spec.tasks, None if job.admin else job.tenant, spec.algorithm.model_paths)
@@ -538,7 +531,7 @@ class ContinualLoop:
 
     def run(self, stop: threading.Event) -> None:
         """Work until stop."""
-        in_rounds(self.tick, stop, LOOK_SECONDS, "continual jobs wait", (SpoError, redis.RedisError))
+        in_rounds(self.tick, stop, LOOK_SECONDS, "continual jobs wait", (errors.SpoError, redis.RedisError))
 
     def tick(self, now: datetime | None = None) -> None:
         """One look at each; what one waits for is noted on it."""
@@ -556,7 +549,7 @@ class ContinualLoop:
                 ):
                     raise
                 # Retried at the next look: a service that is away, a store that cannot be reached.
-                reason = error.message if isinstance(error, SpoError) else f"{type(error).__name__}: {error}"
+                reason = error.message if isinstance(error, errors.SpoError) else f"{type(error).__name__}: {error}"
                 outage.failed(error)
             self.store.note_wait(job, reason)
 
@@ -576,7 +569,7 @@ class ContinualLoop:
             self._follow(job, newest)
         except NotLeading:
             raise
-        except SpoError as error:
+        except errors.SpoError as error:
             if error.retryable:
                 raise
             # Waiting would not help: held-out problems that are gone, a job that is refused.
@@ -611,9 +604,9 @@ class ContinualLoop:
     def _require_served(self, job: ContinualJob) -> None:
         try:
             self.served.get(job.tenant, job.spec.serves)
-        except NotFound:
+        except errors.NotFound:
             message = f"nothing is served as {job.spec.serves}: publish a version under that name, or roll it back"
-            raise NotFound(message, code="model_not_found") from None
+            raise errors.NotFound(message, code="model_not_found") from None
 
     def _begin(self, job: ContinualJob, rounds: list[Round]) -> Round:
         serving = self.served.get(job.tenant, job.spec.serves)
@@ -639,7 +632,7 @@ class ContinualLoop:
     def _follow_training(self, job: ContinualJob, current: Round) -> None:
         try:
             state = self.jobs.state(current.job_id)
-        except NotFound:
+        except errors.NotFound:
             self._end(job, current, "failed", "its job was deleted")
             return
         if state not in TERMINAL:
@@ -667,7 +660,7 @@ class ContinualLoop:
     def _follow_evaluations(self, job: ContinualJob, current: Round) -> None:
         try:
             found = [self.evaluations.requests.get(each) for each in current.evaluations]
-        except NotFound:
+        except errors.NotFound:
             self._end(job, current, "failed", "its evaluations are no longer kept")
             return
         if any(each.state in OPEN for each in found):
@@ -698,7 +691,7 @@ class ContinualLoop:
             if self.served.get(job.tenant, job.spec.serves).target != target:
                 change = Change(by, note, expected=current.parent_change)
                 self.served.publish(job.tenant, job.spec.serves, target, change)
-        except (Conflict, NotFound) as error:
+        except (errors.Conflict, errors.NotFound) as error:
             self._end(job, current, "kept", f"what is served was changed meanwhile ({error.message}): {told}")
         else:
             self._end(job, current, "served", told)

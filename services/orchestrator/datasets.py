@@ -27,19 +27,8 @@ from ulid import ULID
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import timestamp
 from services.orchestrator.jobs import JobStore
+from spo import errors
 from spo.api import DatasetState, FileFormat, TaskFormat
-from spo.errors import (
-    Conflict,
-    FieldViolation,
-    IntegrityError,
-    InvalidInput,
-    NotFound,
-    NotReady,
-    ResourceExhausted,
-    SpoError,
-    StorageUnavailable,
-    storage_faults_named,
-)
 from spo.manifest_folder import file_digest, remove_tree
 from spo.observability import get_logger
 from spo.service.process import in_rounds
@@ -130,14 +119,14 @@ class DatasetFiles:
 
     def begin(self, dataset_id: str) -> None:
         """Make room for a new one. Raises ResourceExhausted, OSError."""
-        with storage_faults_named(self.root):
+        with errors.storage_faults_named(self.root):
             (self.root / dataset_id).mkdir(parents=True)
 
     def new_part(self, dataset_id: str) -> Path:
         """Where to write a part on this machine."""
         if self._bucket:
             # Another machine may have begun the upload.
-            with storage_faults_named(self.root):
+            with errors.storage_faults_named(self.root):
                 (self.root / dataset_id).mkdir(parents=True, exist_ok=True)
         return self.root / dataset_id / f"{PART}{ULID()}"
 
@@ -146,7 +135,7 @@ class DatasetFiles:
         if self._bucket:
             self._bucket.put(f"{FOLDER}/{file.parent.name}/{part.name}", part)
             return part.name
-        with storage_faults_named(file.parent, part.stat().st_size):
+        with errors.storage_faults_named(file.parent, part.stat().st_size):
             file.touch()
             _copy_to(file, offset, part)
         return ""
@@ -161,7 +150,7 @@ class DatasetFiles:
             return file
         with self._fetching:
             if not _is_whole(file, size_bytes):
-                with storage_faults_named(self.root, size_bytes):
+                with errors.storage_faults_named(self.root, size_bytes):
                     self._fetch(self._bucket, file, size_bytes, digest, parts)
         return file
 
@@ -178,10 +167,10 @@ class DatasetFiles:
                             found.update(chunk)
                             target.write(chunk)
             if whole.stat().st_size != size_bytes or digest not in ("", found.hexdigest()):
-                raise IntegrityError(f"the parts of {file.parent.name} in the bucket are not what was uploaded")
+                raise errors.IntegrityError(f"the parts of {file.parent.name} in the bucket are not what was uploaded")
             whole.rename(file)
         except FileNotFoundError as error:
-            raise IntegrityError(f"a part of {file.parent.name} is missing in the bucket: {error}") from None
+            raise errors.IntegrityError(f"a part of {file.parent.name} is missing in the bucket: {error}") from None
         finally:
             whole.unlink(missing_ok=True)
             part.unlink(missing_ok=True)
@@ -240,14 +229,16 @@ class Datasets:
         """Begin an upload of so many bytes. Raises InvalidInput, ResourceExhausted (too many unfinished ones)."""
         if size > self.max_bytes:
             message = f"at most {self.max_bytes} bytes are taken"
-            raise InvalidInput(
+            raise errors.InvalidInput(
                 "the dataset is too large",
                 code="dataset_too_large",
-                violations=(FieldViolation("/size_bytes", message),),
+                violations=(errors.FieldViolation("/size_bytes", message),),
             )
         open_uploads = [upload for upload in self._all(tenant) if upload.state == "uploading"]
         if len(open_uploads) >= MAX_UPLOADS:
-            raise ResourceExhausted(f"{MAX_UPLOADS} uploads are unfinished; finish them first", code="too_many_uploads")
+            raise errors.ResourceExhausted(
+                f"{MAX_UPLOADS} uploads are unfinished; finish them first", code="too_many_uploads"
+            )
         made = Dataset(
             f"ds_{ULID()}", tenant, name, task_format, file_format, size, created_at=timestamp(), touched_at=time.time()
         )
@@ -260,7 +251,7 @@ class Datasets:
         stored = self.client.hget(own_keys.datasets(), dataset_id)
         found = _decode(stored) if stored else None
         if found is None or tenant not in (None, found.tenant):
-            raise NotFound(f"there is no dataset {dataset_id}", code="dataset_not_found")
+            raise errors.NotFound(f"there is no dataset {dataset_id}", code="dataset_not_found")
         return found
 
     def page(self, tenant: str | None, cursor: str, limit: int) -> tuple[list[Dataset], str | None]:
@@ -284,7 +275,7 @@ class Datasets:
             self._check_offset(dataset, offset)
             size = part.stat().st_size
             if offset + size > dataset.size_bytes:
-                raise Conflict(f"more than the {dataset.size_bytes} bytes announced", code="upload_overflow")
+                raise errors.Conflict(f"more than the {dataset.size_bytes} bytes announced", code="upload_overflow")
             self._require_lead()
             stored = self.files.append(self._file(dataset), offset, part)
             done = offset + size == dataset.size_bytes
@@ -302,11 +293,11 @@ class Datasets:
         with self._lock:
             dataset = self.get(dataset_id, tenant)
             if dataset.state == "validating":
-                raise Conflict("its rows are being checked; wait for the report", code="dataset_in_use")
+                raise errors.Conflict("its rows are being checked; wait for the report", code="dataset_in_use")
             if users := users_of(dataset_id):
                 # They may be other tenants' jobs, whose ids are not for everybody to see.
                 named = f", such as {users[0]}" if tenant is None else ""
-                raise Conflict(f"unfinished jobs use the dataset: {len(users)}{named}", code="dataset_in_use")
+                raise errors.Conflict(f"unfinished jobs use the dataset: {len(users)}{named}", code="dataset_in_use")
             self._remove(dataset)
             log.info("dataset deleted", dataset=dataset.id)
 
@@ -344,16 +335,16 @@ class Datasets:
                     return
                 self._advance_alone(dataset)
 
-        in_rounds(advance_all, stop, LOOK_SECONDS, "datasets wait", (redis.RedisError, NotReady))
+        in_rounds(advance_all, stop, LOOK_SECONDS, "datasets wait", (redis.RedisError, errors.NotReady))
 
     def _advance_alone(self, dataset: Dataset) -> None:
         """Advance one; its errors delay no other, and a bug makes it invalid instead of ending the process."""
         try:
             self._advance(dataset)
-        except (OSError, ResourceExhausted, StorageUnavailable) as error:
+        except (OSError, errors.ResourceExhausted, errors.StorageUnavailable) as error:
             # A full disk, where its file has to be fetched from a bucket, or a place that cannot be read now.
             log.warning("a dataset waits", dataset=dataset.id, reason=str(error))
-        except (redis.RedisError, NotReady):
+        except (redis.RedisError, errors.NotReady):
             raise
         except Exception:
             log.exception("a dataset could not be checked", dataset=dataset.id)
@@ -376,7 +367,7 @@ class Datasets:
     def _is_whole(self, dataset: Dataset) -> bool:
         try:
             return self.file_of(dataset).stat().st_size == dataset.size_bytes
-        except IntegrityError:
+        except errors.IntegrityError:
             return False
 
     def _usable(self, tasks: TasksSpec, tenant: str | None) -> Dataset:
@@ -386,16 +377,16 @@ class Datasets:
             if dataset.state == "ready":
                 return dataset
             message = f"the dataset is {dataset.state}; `spo dataset show {tasks.id}` has its report"
-        except NotFound:
+        except errors.NotFound:
             pass
-        violation = FieldViolation("/tasks/id", message)
-        raise InvalidInput("the dataset cannot be used", code="dataset_unusable", violations=(violation,))
+        violation = errors.FieldViolation("/tasks/id", message)
+        raise errors.InvalidInput("the dataset cannot be used", code="dataset_unusable", violations=(violation,))
 
     def _check_offset(self, dataset: Dataset, offset: int) -> None:
         if dataset.state != "uploading":
-            raise Conflict(f"the dataset is {dataset.state}; it takes no part", code="upload_complete")
+            raise errors.Conflict(f"the dataset is {dataset.state}; it takes no part", code="upload_complete")
         if offset != dataset.uploaded_bytes:
-            raise Conflict(
+            raise errors.Conflict(
                 f"the next part begins at byte {dataset.uploaded_bytes}, not {offset}", code="upload_offset_mismatch"
             )
 
@@ -421,7 +412,7 @@ class Datasets:
             self.files.remove(dataset.id)
         except OSError as error:
             reason = f"the files of dataset {dataset.id} cannot be removed: {error}"
-            raise NotReady(reason, code="files_not_removed") from None
+            raise errors.NotReady(reason, code="files_not_removed") from None
         self.jobs.write(
             *(("ZREM", key, dataset.id) for key in _indexes(dataset)),
             ("SREM", own_keys.open_datasets(), dataset.id),
@@ -471,7 +462,7 @@ class TaskLibrary:
         """What was left out of a task set, or not looked at; of one that is loaded, and nothing is loaded for it."""
         try:
             key = _key(self.resolve(spec))
-        except (SpoError, redis.RedisError):
+        except (errors.SpoError, redis.RedisError):
             return ()
         with self._lock:
             load = self._loads.get(key)
@@ -497,7 +488,7 @@ class TaskLibrary:
                 return
         try:
             kept = {newest, *(_key(spec) for spec in self.in_use())}
-        except (SpoError, redis.RedisError) as error:
+        except (errors.SpoError, redis.RedisError) as error:
             log.warning("which task sets are in use cannot be seen; all are kept", reason=str(error))
             return
         with self._lock:

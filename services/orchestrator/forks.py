@@ -21,16 +21,7 @@ from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import CheckpointRecord, JobFiles, kept_checkpoints, record_writes
 from services.orchestrator.replicas import published_versions
 from services.orchestrator.values import reference_in_force
-from spo import redis_keys
-from spo.errors import (
-    FieldViolation,
-    IntegrityError,
-    InvalidInput,
-    NotFound,
-    PreconditionFailed,
-    SpoError,
-    storage_faults_named,
-)
+from spo import errors, redis_keys
 from spo.messaging.streams import append_words
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec, parse_job_spec
@@ -93,17 +84,17 @@ class Forks:
             spec = self._spec(job_id, lineage, requested.overrides)
             check(spec)
             self.spec_check.require_possible(spec)
-            with storage_faults_named(self.files.state_path):
+            with errors.storage_faults_named(self.files.state_path):
                 writes = [*self._start(job_id, lineage), ("SREM", own_keys.forks_under_way(), job_id)]
             writes.append(write_fields(job_id, lineage=lineage))
             new_job = NewJob(job_id, _request_digest(parent, requested), writes)
             done = self.jobs.submit(spec, idempotency_key, actor, tenant, new_job)
-        except (IntegrityError, NotFound) as error:
+        except (errors.IntegrityError, errors.NotFound) as error:
             if lineage.checkpoint_step is not None:
                 # A running trainer may have removed it meanwhile.
                 self._check_kept(parent, lineage.checkpoint_step)
             message = f"what the fork would start from is damaged or no longer kept: {error.message}"
-            raise PreconditionFailed(message, code="fork_start_lost") from None
+            raise errors.PreconditionFailed(message, code="fork_start_lost") from None
         except NotLeading:
             # Refused for certain; the next leader may have removed the folders before the last of them was made.
             self._remove_folders(job_id)
@@ -153,13 +144,15 @@ class Forks:
             raise _refusal("/overrides/model/path", "a fork keeps its parent's model; as_reference changes what it is")
         try:
             spec = parse_job_spec(merged)
-        except InvalidInput as error:
-            found = tuple(FieldViolation(f"/overrides{fault.pointer}", fault.message) for fault in error.violations)
-            raise InvalidInput(error.message, code="invalid_job_spec", violations=found) from None
+        except errors.InvalidInput as error:
+            found = tuple(
+                errors.FieldViolation(f"/overrides{fault.pointer}", fault.message) for fault in error.violations
+            )
+            raise errors.InvalidInput(error.message, code="invalid_job_spec", violations=found) from None
         if spec.model.lora != parent.model.lora and not lineage.as_reference:
             # What it would start from holds the tensors of the parent's adapter, or whole weights.
             raise _refusal("/overrides/model/lora", "a fork trains what its parent trains; one as_reference may change")
-        with storage_faults_named(self.files.state_path):
+        with errors.storage_faults_named(self.files.state_path):
             path = self._model(job_id, Path(parent.model.path), lineage)
         return spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(path)})})
 
@@ -192,7 +185,7 @@ class Forks:
         reported = self._check_kept(parent, step)
         source = self.files.checkpoints.manifest(parent, step)
         if digest_of(source) != reported.manifest_digest:
-            raise IntegrityError(f"the checkpoint of step {step} is not the one that its trainer reported")
+            raise errors.IntegrityError(f"the checkpoint of step {step} is not the one that its trainer reported")
         version = int(source.get("weight_version", 0))
         head = {name: value for name, value in source.items() if name != "files"}
         head |= {"epoch": 0, "weight_version": FIRST_VERSION if version else 0}
@@ -212,8 +205,8 @@ class Forks:
         if step not in kept:
             there = ", ".join(map(str, sorted(kept))) or "none"
             message = f"{parent} keeps no checkpoint of step {step}; those that it keeps: {there}"
-            fault = FieldViolation("/checkpoint_step", message)
-            raise InvalidInput("this fork cannot be made", code="checkpoint_not_kept", violations=(fault,))
+            fault = errors.FieldViolation("/checkpoint_step", message)
+            raise errors.InvalidInput("this fork cannot be made", code="checkpoint_not_kept", violations=(fault,))
         return kept[step]
 
     def _published(self, parent: str, version: int) -> StoredVersion:
@@ -221,7 +214,7 @@ class Forks:
         digests = {int(found["version"]): found["manifest_digest"] for found in published_versions(self.jobs, parent)}
         stored = self.files.weights.open(parent, version)
         if digests.get(version, stored.manifest_digest) != stored.manifest_digest:
-            raise IntegrityError(f"version {version} of {parent} is not the one that was published")
+            raise errors.IntegrityError(f"version {version} of {parent} is not the one that was published")
         return stored
 
     def _adopt_version(self, job_id: str, parent: str, version: int, step: int) -> list[Write]:
@@ -247,7 +240,7 @@ class Forks:
             return
         try:
             self._remove_folders(job_id)
-        except (OSError, SpoError):
+        except (OSError, errors.SpoError):
             # Then it is removed as deleted jobs are: again and again, and loudly.
             self.jobs.write(("SMOVE", own_keys.forks_under_way(), own_keys.deleted_jobs(), job_id))
         else:
@@ -287,5 +280,7 @@ def merge_patch(document: Any, patch: Any) -> Any:
     return merged
 
 
-def _refusal(pointer: str, message: str) -> InvalidInput:
-    return InvalidInput("this fork cannot be made", code="invalid_fork", violations=(FieldViolation(pointer, message),))
+def _refusal(pointer: str, message: str) -> errors.InvalidInput:
+    return errors.InvalidInput(
+        "this fork cannot be made", code="invalid_fork", violations=(errors.FieldViolation(pointer, message),)
+    )

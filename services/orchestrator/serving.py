@@ -29,17 +29,7 @@ from services.orchestrator.autoscaling import ServingTraffic
 from services.orchestrator.commit import Write, timestamp
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.replicas import LiveReplica, ReplicaAssigner, announced_version, published_versions
-from spo.errors import (
-    Conflict,
-    FieldViolation,
-    InvalidInput,
-    NotFound,
-    NotReady,
-    PreconditionFailed,
-    ResourceExhausted,
-    SpoError,
-    Unreachable,
-)
+from spo import errors
 from spo.rpc.client import ResponseStream, RpcClient
 from spo.spec.job_spec import JobSpec, TasksSpec
 from spo.spec.section import HOLDS_SLOT, record_of
@@ -78,11 +68,11 @@ class ServingQuota:
     def completion(self, tenant: str) -> Iterator[None]:
         """Hold a place while the body runs. Raises ResourceExhausted (code "rate_limited") where none is left."""
         if self._tokens and not self._limiter.test(self._tokens, tenant):
-            raise ResourceExhausted("the tokens of this minute are used up; try again", code="rate_limited")
+            raise errors.ResourceExhausted("the tokens of this minute are used up; try again", code="rate_limited")
         with self._lock:
             if self._under_way[tenant] >= self._streams_per_tenant or self._under_way.total() >= self._streams:
                 message = f"{self._under_way[tenant]} completions of yours are under way; try again"
-                raise ResourceExhausted(message, code="rate_limited")
+                raise errors.ResourceExhausted(message, code="rate_limited")
             self._under_way[tenant] += 1
         try:
             yield
@@ -98,7 +88,7 @@ class ServingQuota:
             self._limiter.hit(self._tokens, tenant, cost=tokens)
 
 
-class NotServed(NotReady):
+class NotServed(errors.NotReady):
     """No replica has come to serve a run; one may be on its way, which takes as long as a model takes to load."""
 
     retry_after_seconds = 10
@@ -163,8 +153,8 @@ class ServingPool:
                         begun = True
                         yield response
                 return
-            except SpoError as error:
-                moved = error.code == "other_run" or isinstance(error, NotReady)
+            except errors.SpoError as error:
+                moved = error.code == "other_run" or isinstance(error, errors.NotReady)
                 if begun or not moved or time.monotonic() > deadline:
                     raise
                 self._note_unfit(replica, request.run_id)
@@ -213,7 +203,7 @@ class ServingPool:
         """Whether an engine that serves one run may well serve another; the replica knows it for certain."""
         try:
             other = self.jobs.spec(served)
-        except NotFound:
+        except errors.NotFound:
             return False
         return (other.model.path, other.model.dtype) == (spec.model.path, spec.model.dtype)
 
@@ -232,7 +222,7 @@ class ServingPool:
             self._known.noted = {run_id: time.monotonic(), **dict(itertools.islice(self._known.noted.items(), 100))}
         self.assigner.note_use(run_id)
 
-    def _not_served(self, run_id: str) -> SpoError:
+    def _not_served(self, run_id: str) -> errors.SpoError:
         live, coming = self._live(), self.assigner.serving(run_id)
         busy = sorted({each.run_id for each in live if each.run_id and each.run_id != run_id})
         if not live:
@@ -251,7 +241,7 @@ class ServingPool:
     def _tenant(self, run_id: str) -> str | None:
         try:
             return self.jobs.tenant(run_id)
-        except NotFound:
+        except errors.NotFound:
             return None
 
     def _client(self, address: str) -> RpcClient:
@@ -274,16 +264,16 @@ def _read(stream: ResponseStream, put: Callable[[ServeResponse | BaseException |
         for response in stream:
             put(response)
         put(None)
-    except SpoError as error:
+    except errors.SpoError as error:
         _put_if_awaited(put, error)
     except RuntimeError:
         # The loop has closed: nobody waits.
         stream.cancel()
     except Exception as error:
-        _put_if_awaited(put, Unreachable(f"the answer of a replica broke off: {type(error).__name__}"))
+        _put_if_awaited(put, errors.Unreachable(f"the answer of a replica broke off: {type(error).__name__}"))
 
 
-def _put_if_awaited(put: Callable[[ServeResponse | BaseException | None], object], error: SpoError) -> None:
+def _put_if_awaited(put: Callable[[ServeResponse | BaseException | None], object], error: errors.SpoError) -> None:
     try:
         put(error)
     except RuntimeError:
@@ -350,7 +340,7 @@ class ServedModels:
         when the name has changed since `change.expected`.
         """
         if name.startswith("job_"):
-            raise Conflict("names that begin with job_ are those of jobs", code="name_taken")
+            raise errors.Conflict("names that begin with job_ are those of jobs", code="name_taken")
         self.require(tenant, target)
         with self._lock:
             last = self._last(tenant, name)
@@ -375,7 +365,7 @@ class ServedModels:
             found = self._numbered(tenant, name, number)
             if found is None or found.removed:
                 message = f"change {number} of {name} is not kept, or the name meant nothing then"
-                raise PreconditionFailed(message, code="nothing_before")
+                raise errors.PreconditionFailed(message, code="nothing_before")
             self.require(tenant, found.target)
             made = _next(tenant, name, last, found.target, change)
             return self._append(last, replace(made, restores=found.restores or found.number))
@@ -422,19 +412,19 @@ class ServedModels:
         target = Target(job_id, None if version in (None, "newest") else int(version))
         try:
             self.require("" if of_anyone else tenant, target)
-        except NotFound as error:
-            raise NotFound(f"there is no model {model}: {error.message}", code="model_not_found") from None
+        except errors.NotFound as error:
+            raise errors.NotFound(f"there is no model {model}: {error.message}", code="model_not_found") from None
         return target
 
     def require(self, tenant: str, target: Target) -> None:
         """Raises NotFound where the tenant ("": the operator) has no such job, or the job no such version."""
         if tenant not in ("", self.jobs.tenant(target.job_id)):
-            raise NotFound(f"there is no job {target.job_id}", code="job_not_found")
+            raise errors.NotFound(f"there is no job {target.job_id}", code="job_not_found")
         if target.version:
             known = {int(each["version"]) for each in published_versions(self.jobs, target.job_id)}
             if target.version not in known:
                 message = f"job {target.job_id} has no weight version {target.version}"
-                raise NotFound(message, code="weight_version_not_found")
+                raise errors.NotFound(message, code="weight_version_not_found")
 
     def _append(self, last: ServedModel | None, made: ServedModel) -> ServedModel:
         forgotten = self._make_room(made.tenant) if last is None else ()
@@ -460,7 +450,7 @@ class ServedModels:
             return []
         removed = min((each for each in own if each.removed), key=lambda each: each.at, default=None)
         if removed is None:
-            raise Conflict(f"{MOST_NAMES} names of yours are served already", code="too_many_models")
+            raise errors.Conflict(f"{MOST_NAMES} names of yours are served already", code="too_many_models")
         field = _field(tenant, removed.name)
         return [("HDEL", own_keys.served_models(), field), ("DEL", own_keys.served_model_changes(field))]
 
@@ -493,11 +483,13 @@ def _next(tenant: str, name: str, last: ServedModel | None, target: Target, chan
 def _check_expected(name: str, last: ServedModel | None, change: Change) -> None:
     number = last.number if last else 0
     if change.expected is not None and change.expected != number:
-        raise Conflict(f"the last change of {name} is number {number}, not {change.expected}", code="served_elsewhere")
+        raise errors.Conflict(
+            f"the last change of {name} is number {number}, not {change.expected}", code="served_elsewhere"
+        )
 
 
-def _absent(name: str) -> NotFound:
-    return NotFound(f"there is no model {name}", code="model_not_found")
+def _absent(name: str) -> errors.NotFound:
+    return errors.NotFound(f"there is no model {name}", code="model_not_found")
 
 
 def _field(tenant: str, name: str) -> str:
@@ -521,7 +513,7 @@ class ServedJudges:
 
         Raises InvalidInput with a pointer to each name that means nothing.
         """
-        faults: list[FieldViolation] = []
+        faults: list[errors.FieldViolation] = []
 
         def renamed(at: str, verifier: ModelVerifier) -> str:
             judge = served_judge(verifier.model) if verifier.is_served else None
@@ -529,8 +521,8 @@ class ServedJudges:
                 return verifier.model
             try:
                 target = self.served.get(tenant, judge.name).target
-            except NotFound as error:
-                faults.append(FieldViolation(f"/tasks/{at}/model", f"{error.message} that is served"))
+            except errors.NotFound as error:
+                faults.append(errors.FieldViolation(f"/tasks/{at}/model", f"{error.message} that is served"))
                 return verifier.model
             return PinnedJudge(judge.name, target.job_id, self._version(target)).model
 
@@ -540,7 +532,7 @@ class ServedJudges:
 
     def require_pinned(self, tasks: TasksSpec, tenant: str | None) -> None:
         """Refuse judges that are not pinned, or to what the tenant has not; None has all. Raises InvalidInput."""
-        faults: list[FieldViolation] = []
+        faults: list[errors.FieldViolation] = []
         for at, verifier in verifiers_in(tasks.verifier):
             judge = served_judge(verifier.model) if isinstance(verifier, ModelVerifier) and verifier.is_served else None
             if judge is None:
@@ -548,10 +540,10 @@ class ServedJudges:
             try:
                 if not judge.job_id:
                     example = f"{SERVED}{judge.name}=job_...@VERSION"
-                    raise NotFound(f"must name what {judge.name} means, {example}: /v1/served-models says it")
+                    raise errors.NotFound(f"must name what {judge.name} means, {example}: /v1/served-models says it")
                 self.served.require(tenant or "", Target(judge.job_id, judge.version))
-            except NotFound as error:
-                faults.append(FieldViolation(f"/tasks/{at}/model", error.message))
+            except errors.NotFound as error:
+                faults.append(errors.FieldViolation(f"/tasks/{at}/model", error.message))
         _refuse(faults)
 
     def complete(self, request: CompleteServedRequest, seconds: float) -> list[str]:
@@ -571,7 +563,9 @@ class ServedJudges:
         try:
             texts = asyncio.run(asyncio.wait_for(self._texts(wanted), seconds))
         except TimeoutError:
-            raise NotReady(f"the judge did not answer within {seconds:.0f} s", code="policy_not_served") from None
+            raise errors.NotReady(
+                f"the judge did not answer within {seconds:.0f} s", code="policy_not_served"
+            ) from None
         return [text[model.chat_format.reasoning_length(text) :] for text in texts]
 
     async def _texts(self, wanted: ServeRequest) -> list[str]:
@@ -589,6 +583,6 @@ class ServedJudges:
         return announced.version if announced else 0
 
 
-def _refuse(faults: list[FieldViolation]) -> None:
+def _refuse(faults: list[errors.FieldViolation]) -> None:
     if faults:
-        raise InvalidInput("this judge cannot be asked", code="invalid_job_spec", violations=tuple(faults))
+        raise errors.InvalidInput("this judge cannot be asked", code="invalid_job_spec", violations=tuple(faults))

@@ -35,52 +35,45 @@ from services.sandbox_judge.scoring import (
 from services.sandbox_judge.settings import IsolationTier, Settings
 from spo.errors import NotReady
 from spo.observability import configure_logs, get_logger
-from spo.v1.verdict_pb2 import (
-    AnswerExtraction,
-    AnswerRule,
-    CodeTests,
-    CodeTestStyle,
-    Outcome,
-    ScoringFunction,
-    TestCase,
-    TestSet,
-)
+from spo.v1 import verdict_pb2 as wire
 
 _MODULE_TESTS = "assert one() == 1"
 _PYTEST_TESTS = "from solution import one\ndef test_one():\n    assert one() == 1\n"
 _ENTRY = {"question": "1 + 1 =", "answer": "2", "metadata": {}}
 # A right response of each kind, with what decides on it.
-_RIGHT: dict[Role, tuple[str, TestSet]] = {
-    Role.PROGRAM: ("print(int(input()) + 1)", TestSet(tests=[TestCase(stdin=b"41\n", stdout=b"42\n")])),
+_RIGHT: dict[Role, tuple[str, wire.TestSet]] = {
+    Role.PROGRAM: ("print(int(input()) + 1)", wire.TestSet(tests=[wire.TestCase(stdin=b"41\n", stdout=b"42\n")])),
     Role.TESTS: (
         "def one():\n    return 1\n",
-        TestSet(code_tests=CodeTests(style=CodeTestStyle.CODE_TEST_STYLE_MODULE, code=_MODULE_TESTS)),
+        wire.TestSet(code_tests=wire.CodeTests(style=wire.CodeTestStyle.CODE_TEST_STYLE_MODULE, code=_MODULE_TESTS)),
     ),
     Role.PYTEST: (
         "def one():\n    return 1\n",
-        TestSet(
-            code_tests=CodeTests(
-                style=CodeTestStyle.CODE_TEST_STYLE_PYTEST,
+        wire.TestSet(
+            code_tests=wire.CodeTests(
+                style=wire.CodeTestStyle.CODE_TEST_STYLE_PYTEST,
                 code=_PYTEST_TESTS,
             )
         ),
     ),
     Role.FUNCTION: (
         "1",
-        TestSet(scoring_function=ScoringFunction(source="def score(response):\n    return 1.0\n", function="score")),
+        wire.TestSet(
+            scoring_function=wire.ScoringFunction(source="def score(response):\n    return 1.0\n", function="score")
+        ),
     ),
     Role.MATHEMATICS: (
         "0.5",
-        TestSet(
-            answer=AnswerRule(
-                expected=["1/2"], comparison=MATH, extraction=AnswerExtraction.ANSWER_EXTRACTION_FIRST_LINE
+        wire.TestSet(
+            answer=wire.AnswerRule(
+                expected=["1/2"], comparison=MATH, extraction=wire.AnswerExtraction.ANSWER_EXTRACTION_FIRST_LINE
             )
         ),
     ),
     Role.REASONING_GYM: (
         "<answer>2</answer>",
-        TestSet(
-            scoring_function=ScoringFunction(
+        wire.TestSet(
+            scoring_function=wire.ScoringFunction(
                 library=REASONING_GYM,
                 arguments_json=json.dumps({"dataset": "chain_sum", "entry": _ENTRY, "tag": "answer"}),
             )
@@ -112,17 +105,25 @@ def role_fault(worker: SandboxWorker, role: Role) -> str | None:
             verdict = judge_code(worker, response, test_set, len(response), want_details=False)
     except JudgeFault as fault:
         return str(fault) or "it broke"
-    return None if verdict.outcome == Outcome.OUTCOME_ACCEPTED else verdict.detail or Outcome.Name(verdict.outcome)
+    return (
+        None
+        if verdict.outcome == wire.Outcome.OUTCOME_ACCEPTED
+        else verdict.detail or wire.Outcome.Name(verdict.outcome)
+    )
 
 
 def language_fault(worker: SandboxWorker, language: str) -> str | None:
     """Why programs of a language cannot be judged here, found out by one that does nothing; None where they can."""
     program = _IDLE.get(language_of(language).name, "")
     try:
-        verdict = ProgramJudge(1 << 10).judge(worker, program, language, TestSet(tests=[TestCase()]))
+        verdict = ProgramJudge(1 << 10).judge(worker, program, language, wire.TestSet(tests=[wire.TestCase()]))
     except JudgeFault as fault:
         return str(fault) or "it broke"
-    return None if verdict.outcome == Outcome.OUTCOME_ACCEPTED else verdict.detail or Outcome.Name(verdict.outcome)
+    return (
+        None
+        if verdict.outcome == wire.Outcome.OUTCOME_ACCEPTED
+        else verdict.detail or wire.Outcome.Name(verdict.outcome)
+    )
 
 
 log = get_logger("isolation")

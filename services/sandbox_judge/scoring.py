@@ -47,18 +47,7 @@ from spo.redis_keys import digest
 from spo.spec.reward import reaches
 from spo.tasks.answer import LONGEST_ANSWER, UNBOUNDED, answer_in, fault_of, is_close, number_of
 from spo.tasks.separate_tests import is_shared
-from spo.v1.verdict_pb2 import (
-    AnswerComparison,
-    AnswerExtraction,
-    AnswerRule,
-    CodeTestStyle,
-    Outcome,
-    PartScore,
-    TestIsolation,
-    TestResult,
-    TestSet,
-    Verdict,
-)
+from spo.v1 import verdict_pb2 as wire
 
 log = get_logger("scoring")
 
@@ -71,14 +60,14 @@ _CHILD = "services.sandbox_judge.comparison_child"
 
 _SHOWN_CHARACTERS = 200
 _ANSWER_OUTCOMES = {
-    Finding.RIGHT: Outcome.OUTCOME_ACCEPTED,
-    Finding.WRONG: Outcome.OUTCOME_WRONG_ANSWER,
-    Finding.TIME: Outcome.OUTCOME_CPU_TIME_LIMIT,
-    Finding.MEMORY: Outcome.OUTCOME_MEMORY_LIMIT,
-    Finding.BROKEN: Outcome.OUTCOME_INTERNAL_ERROR,
+    Finding.RIGHT: wire.Outcome.OUTCOME_ACCEPTED,
+    Finding.WRONG: wire.Outcome.OUTCOME_WRONG_ANSWER,
+    Finding.TIME: wire.Outcome.OUTCOME_CPU_TIME_LIMIT,
+    Finding.MEMORY: wire.Outcome.OUTCOME_MEMORY_LIMIT,
+    Finding.BROKEN: wire.Outcome.OUTCOME_INTERNAL_ERROR,
 }
 
-MATH = AnswerComparison.ANSWER_COMPARISON_MATH
+MATH = wire.AnswerComparison.ANSWER_COMPARISON_MATH
 REASONING_GYM = "reasoning_gym"
 # Raise it when a change of `jail/scores_child.py` or `scoring.py` could change a verdict by this role.
 _REVISIONS: Mapping[Role, str] = {Role.FUNCTION: "2", Role.MATHEMATICS: "4", Role.REASONING_GYM: "2"}
@@ -102,9 +91,9 @@ NONCE_BYTES = 24
 # One of the two processes, and what it is sent.
 Side = tuple[PreparedProgram, dict[str, object]]
 _TEST_OUTCOMES = {
-    NOT_A_PROGRAM: Outcome.OUTCOME_COMPILE_ERROR,
-    WRONG: Outcome.OUTCOME_WRONG_ANSWER,
-    ENDED: Outcome.OUTCOME_WRONG_ANSWER,
+    NOT_A_PROGRAM: wire.Outcome.OUTCOME_COMPILE_ERROR,
+    WRONG: wire.Outcome.OUTCOME_WRONG_ANSWER,
+    ENDED: wire.Outcome.OUTCOME_WRONG_ANSWER,
 }
 
 # Responses that share a fork: what starting it costs is a small part of what they cost.
@@ -115,12 +104,12 @@ MOST_TIMES_TOO_LONG = 3
 _SIGALRM, _SIGPROF = 14, 27
 _WAITING = 10
 _LINE_BYTES = 16 << 10
-_TIME_LIMITS = (Outcome.OUTCOME_CPU_TIME_LIMIT, Outcome.OUTCOME_WALL_TIME_LIMIT)
+_TIME_LIMITS = (wire.Outcome.OUTCOME_CPU_TIME_LIMIT, wire.Outcome.OUTCOME_WALL_TIME_LIMIT)
 _SCORE_OUTCOMES = {
-    RunEnding.CPU_TIME_LIMIT: Outcome.OUTCOME_CPU_TIME_LIMIT,
-    RunEnding.WALL_TIME_LIMIT: Outcome.OUTCOME_WALL_TIME_LIMIT,
-    RunEnding.MEMORY_LIMIT: Outcome.OUTCOME_MEMORY_LIMIT,
-    RunEnding.SECURITY_VIOLATION: Outcome.OUTCOME_SECURITY_VIOLATION,
+    RunEnding.CPU_TIME_LIMIT: wire.Outcome.OUTCOME_CPU_TIME_LIMIT,
+    RunEnding.WALL_TIME_LIMIT: wire.Outcome.OUTCOME_WALL_TIME_LIMIT,
+    RunEnding.MEMORY_LIMIT: wire.Outcome.OUTCOME_MEMORY_LIMIT,
+    RunEnding.SECURITY_VIOLATION: wire.Outcome.OUTCOME_SECURITY_VIOLATION,
 }
 
 # A fork that has computed, or lived, for so long takes no further group.
@@ -128,7 +117,7 @@ SHARED_SECONDS = (0.1, 1.0)
 _SHARING = (Role.FUNCTION, Role.REASONING_GYM)
 
 # Responses, what they are scored by, and whether details are wanted.
-Group = tuple[Sequence[str], TestSet, bool]
+Group = tuple[Sequence[str], wire.TestSet, bool]
 
 
 class ComparisonPool:
@@ -140,7 +129,10 @@ class ComparisonPool:
         self._threads = ThreadPoolExecutor(PROCESSES, "comparison")
 
     def compare(
-        self, rule: AnswerRule, futures: Mapping[str, Future[Result]], result: Callable[[str, Finding, str], Result]
+        self,
+        rule: wire.AnswerRule,
+        futures: Mapping[str, Future[Result]],
+        result: Callable[[str, Finding, str], Result],
     ) -> None:
         """Set each response's future to what `result` makes of (response, finding, reason), or to NotReady where no
         child can be started; a future that was cancelled is passed over."""
@@ -237,21 +229,21 @@ class AnswerJudge:
         self.pool.close()
 
     def judge(
-        self, responses: Sequence[str], rule: AnswerRule, *, want_details: bool
-    ) -> tuple[dict[str, Verdict], dict[str, Future[Verdict]]]:
+        self, responses: Sequence[str], rule: wire.AnswerRule, *, want_details: bool
+    ) -> tuple[dict[str, wire.Verdict], dict[str, Future[wire.Verdict]]]:
         """The verdict on each distinct response, as if the rule were a single hidden test: those known at once, and
         those to come.
 
         A verdict raises NotReady where no process can be started for it; no response makes it raise.
         """
 
-        def verdict(response: str, finding: Finding, reason: str) -> Verdict:
+        def verdict(response: str, finding: Finding, reason: str) -> wire.Verdict:
             found = verdict_of(response, finding, reason, want_details=want_details)
             found.judge_version = self.judge_version
             return found
 
-        known: dict[str, Verdict] = {}
-        awaited: dict[str, Future[Verdict]] = {}
+        known: dict[str, wire.Verdict] = {}
+        awaited: dict[str, Future[wire.Verdict]] = {}
         unbounded = rule.comparison in UNBOUNDED
         # The same for all that are right, unless it shows them.
         right = None if want_details else verdict("", Finding.RIGHT, "")
@@ -270,26 +262,26 @@ class AnswerJudge:
         return known, awaited
 
 
-def verdict_of(response: str, finding: Finding, reason: str, *, want_details: bool) -> Verdict:
+def verdict_of(response: str, finding: Finding, reason: str, *, want_details: bool) -> wire.Verdict:
     """The verdict on one response."""
     right = finding is Finding.RIGHT
     outcome = _ANSWER_OUTCOMES[finding]
-    verdict = Verdict(
+    verdict = wire.Verdict(
         outcome=outcome, tests_passed=int(right), tests_total=1, runs=1, detail=reason[:DETAIL_CHARACTERS]
     )
     if want_details:
         # Bytes that are not UTF-8 have come as surrogates, which a message cannot hold.
         shown = response[:_SHOWN_CHARACTERS].encode(errors="replace").decode()
-        verdict.tests.append(TestResult(outcome=outcome, detail=verdict.detail, output=shown))
+        verdict.tests.append(wire.TestResult(outcome=outcome, detail=verdict.detail, output=shown))
     return verdict
 
 
-def role_of(test_set: TestSet) -> Role | None:
+def role_of(test_set: wire.TestSet) -> Role | None:
     """Which zygotes decide by this test set; None for what is not scored in the sandbox, or is a program's."""
     if test_set.HasField("answer"):
         return Role.MATHEMATICS if test_set.answer.comparison == MATH else None
     if test_set.HasField("code_tests"):
-        return Role.PYTEST if test_set.code_tests.style == CodeTestStyle.CODE_TEST_STYLE_PYTEST else Role.TESTS
+        return Role.PYTEST if test_set.code_tests.style == wire.CodeTestStyle.CODE_TEST_STYLE_PYTEST else Role.TESTS
     if test_set.HasField("scoring_function"):
         return Role.REASONING_GYM if test_set.scoring_function.library == REASONING_GYM else Role.FUNCTION
     return None
@@ -318,8 +310,8 @@ def _normalised(name: str) -> str:
 
 
 def judge_code(
-    worker: SandboxWorker, response: str, test_set: TestSet, max_source_bytes: int, *, want_details: bool
-) -> Verdict:
+    worker: SandboxWorker, response: str, test_set: wire.TestSet, max_source_bytes: int, *, want_details: bool
+) -> wire.Verdict:
     """The verdict on one response. Raises JudgeFault when the judge, not the response, failed.
 
     Tests that are no program are their writer's fault: OUTCOME_INTERNAL_ERROR.
@@ -327,7 +319,7 @@ def judge_code(
     source = encoded(response)
     if len(source) > max_source_bytes:
         reason = f"the response has {len(source)} bytes; at most {max_source_bytes} are judged"
-        return Verdict(outcome=Outcome.OUTCOME_COMPILE_ERROR, tests_total=1, runs=1, detail=reason)
+        return wire.Verdict(outcome=wire.Outcome.OUTCOME_COMPILE_ERROR, tests_total=1, runs=1, detail=reason)
     tests, role = test_set.code_tests, role_of(test_set)
     assert role is not None
     nonce, limits, shared = secrets.token_bytes(NONCE_BYTES), limits_of(test_set), is_shared(tests)
@@ -339,7 +331,7 @@ def judge_code(
             tests_part["plan"] = _plan(tests.style, tests.before, tests.code, tests.entry_point)
         except UNCOMPILABLE as error:
             broken = _no_program(f"{type(error).__name__}: {error}")
-            broken.test_isolation = TestIsolation.TEST_ISOLATION_SEPARATE
+            broken.test_isolation = wire.TestIsolation.TEST_ISOLATION_SEPARATE
             return broken
     with worker.open(role, Executable(), limits if shared else _limits_of_waiting(limits)) as testing:
         if shared:
@@ -348,7 +340,9 @@ def judge_code(
             with worker.open(Role.RESPONSE, Executable(), limits) as responding:
                 run = _run_apart((testing, tests_part), (responding, response_part), limits.wall_seconds)
     verdict = _verdict(run, proof_of(nonce), want_details=want_details)
-    verdict.test_isolation = TestIsolation.TEST_ISOLATION_SHARED if shared else TestIsolation.TEST_ISOLATION_SEPARATE
+    verdict.test_isolation = (
+        wire.TestIsolation.TEST_ISOLATION_SHARED if shared else wire.TestIsolation.TEST_ISOLATION_SEPARATE
+    )
     return verdict
 
 
@@ -356,8 +350,10 @@ def judge_code(
 _plan = lru_cache(maxsize=256)(plan)
 
 
-def _no_program(reason: str) -> Verdict:
-    return Verdict(outcome=Outcome.OUTCOME_INTERNAL_ERROR, runs=1, detail=f"the tests are no program: {reason}")
+def _no_program(reason: str) -> wire.Verdict:
+    return wire.Verdict(
+        outcome=wire.Outcome.OUTCOME_INTERNAL_ERROR, runs=1, detail=f"the tests are no program: {reason}"
+    )
 
 
 def _packed(part: dict[str, object]) -> bytes:
@@ -405,7 +401,7 @@ def _together(tests: ProgramRun, response: ProgramRun) -> ProgramRun:
     )
 
 
-def _verdict(run: ProgramRun, proof: bytes, *, want_details: bool) -> Verdict:
+def _verdict(run: ProgramRun, proof: bytes, *, want_details: bool) -> wire.Verdict:
     printed, found, report = run.stdout.rpartition(b"\n" + proof)
     words = report.decode(errors="replace").split(maxsplit=1) if found else []
     passed, total = 0, 1
@@ -415,17 +411,17 @@ def _verdict(run: ProgramRun, proof: bytes, *, want_details: bool) -> Verdict:
         passed, total = map(int, words[1].split())
     result = result_of(run, lambda _: None)
     if passed == total:
-        result.outcome, result.detail = Outcome.OUTCOME_ACCEPTED, ""
+        result.outcome, result.detail = wire.Outcome.OUTCOME_ACCEPTED, ""
     elif run.ending is RunEnding.EXITED:
         said = run.stderr.decode(errors="replace").strip()[-DETAIL_CHARACTERS:]
-        result.outcome = Outcome.OUTCOME_WRONG_ANSWER if found else _TEST_OUTCOMES.get(run.code, result.outcome)
+        result.outcome = wire.Outcome.OUTCOME_WRONG_ANSWER if found else _TEST_OUTCOMES.get(run.code, result.outcome)
         result.detail = said or "the response ended the process before its tests were through"
     result.output = printed[:200].decode(errors="replace") if found else result.output
     return _of_result(result, passed, total, want_details=want_details)
 
 
-def _of_result(result: TestResult, passed: int, total: int, *, want_details: bool) -> Verdict:
-    verdict = Verdict(
+def _of_result(result: wire.TestResult, passed: int, total: int, *, want_details: bool) -> wire.Verdict:
+    verdict = wire.Verdict(
         outcome=result.outcome,
         tests_passed=passed,
         tests_total=total,
@@ -441,13 +437,13 @@ def _of_result(result: TestResult, passed: int, total: int, *, want_details: boo
 
 
 def score_responses(
-    worker: SandboxWorker, responses: Sequence[str], test_set: TestSet, options: JudgeOptions
-) -> list[Verdict]:
+    worker: SandboxWorker, responses: Sequence[str], test_set: wire.TestSet, options: JudgeOptions
+) -> list[wire.Verdict]:
     """A verdict for each response. Raises JudgeFault when the judge itself failed, and Cancelled."""
     role = role_of(test_set)
     assert role is not None
     texts = list(responses)
-    known: dict[int, Verdict] = {}
+    known: dict[int, wire.Verdict] = {}
     if role is Role.MATHEMATICS:
         texts = [_read_as_number(answer_in(test_set.answer, response), test_set.answer) for response in responses]
         known = {place: fault for place, text in enumerate(texts) if (fault := _unread(text, test_set))}
@@ -467,13 +463,13 @@ class _Scorer:
     """What scores responses in forks of one jail, under limits that hold for each of them."""
 
     role: Role
-    test_set: TestSet
+    test_set: wire.TestSet
     limits: RunLimits
     wanted: Callable[[], bool]
 
-    def score(self, prepared: PreparedProgram, texts: Sequence[str]) -> list[Verdict]:
+    def score(self, prepared: PreparedProgram, texts: Sequence[str]) -> list[wire.Verdict]:
         """A verdict for each; a fork that died goes on, anew, behind the response that it died of."""
-        verdicts: list[Verdict] = []
+        verdicts: list[wire.Verdict] = []
         too_long = 0
         while len(verdicts) < len(texts):
             if not self.wanted():
@@ -489,7 +485,7 @@ class _Scorer:
                 verdicts += [_copy(fault) for _ in range(len(texts) - len(verdicts))]
         return verdicts
 
-    def _found(self, run: ProgramRun, name: str, wanted: int) -> tuple[list[Verdict], Verdict | None]:
+    def _found(self, run: ProgramRun, name: str, wanted: int) -> tuple[list[wire.Verdict], wire.Verdict | None]:
         """The verdicts of a fork's first responses, and the function's fault when it died of the last of them; where
         the function could not even be loaded, or said too much, the fault alone."""
         lines = [read_line(line, self.role, name) for line in run.stdout.splitlines()]
@@ -504,7 +500,7 @@ class _Scorer:
         return [*found, last], last if is_fault(last) else None
 
 
-def sent_to(role: Role, test_set: TestSet, limits: RunLimits, texts: list[str]) -> Sent:
+def sent_to(role: Role, test_set: wire.TestSet, limits: RunLimits, texts: list[str]) -> Sent:
     function = test_set.scoring_function
     sent: Sent = {
         "responses": [text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for text in texts],
@@ -514,7 +510,7 @@ def sent_to(role: Role, test_set: TestSet, limits: RunLimits, texts: list[str]) 
         "arguments_json": function.arguments_json,
     }
     if role is Role.MATHEMATICS:
-        whole = test_set.answer.extraction == AnswerExtraction.ANSWER_EXTRACTION_WHOLE
+        whole = test_set.answer.extraction == wire.AnswerExtraction.ANSWER_EXTRACTION_WHOLE
         return sent | {
             "kind": "mathematics",
             "name": "math-verify",
@@ -543,32 +539,34 @@ def fork_limits(limits: RunLimits) -> RunLimits:
     )
 
 
-def read_line(line: bytes, role: Role, name: str) -> Verdict | None:
+def read_line(line: bytes, role: Role, name: str) -> wire.Verdict | None:
     """The verdict that a line of the fork's is; None says that the function is loaded."""
     try:
         kind, *rest = json.loads(line)
         if kind == "ready":
             return None
         if kind == "refused":
-            return Verdict(outcome=Outcome.OUTCOME_WRONG_ANSWER, score=0.0, detail=rest[0])
+            return wire.Verdict(outcome=wire.Outcome.OUTCOME_WRONG_ANSWER, score=0.0, detail=rest[0])
         if kind == "fault" and role is Role.MATHEMATICS:
             # The expected answers were read: what the package cannot do with this one makes it no right one.
-            return Verdict(outcome=Outcome.OUTCOME_WRONG_ANSWER, score=0.0, detail=rest[0])
+            return wire.Verdict(outcome=wire.Outcome.OUTCOME_WRONG_ANSWER, score=0.0, detail=rest[0])
         if kind in ("fault", "broken"):
             return _fault(rest[0])
         score, parts, cpu_seconds = rest
         if not 0 <= score <= 1:
             raise ValueError(score)
-        verdict = Verdict(outcome=Outcome.OUTCOME_ACCEPTED, score=float(score), cpu_seconds=float(cpu_seconds))
-        verdict.parts.extend(PartScore(name=name, score=float(value)) for name, value in parts.items())
+        verdict = wire.Verdict(
+            outcome=wire.Outcome.OUTCOME_ACCEPTED, score=float(score), cpu_seconds=float(cpu_seconds)
+        )
+        verdict.parts.extend(wire.PartScore(name=name, score=float(value)) for name, value in parts.items())
         return verdict
     except (ValueError, TypeError, IndexError, AttributeError, KeyError):
         return _fault(f"{name}: its process said something that is no score: {line[:80]!r}")
 
 
-def _death(run: ProgramRun, role: Role, limits: RunLimits, name: str, *, loading: bool) -> Verdict:
+def _death(run: ProgramRun, role: Role, limits: RunLimits, name: str, *, loading: bool) -> wire.Verdict:
     """What the end of a fork means for the response that it was scoring."""
-    outcome, reason = _SCORE_OUTCOMES.get(run.ending, Outcome.OUTCOME_RUNTIME_ERROR), run.ending.value
+    outcome, reason = _SCORE_OUTCOMES.get(run.ending, wire.Outcome.OUTCOME_RUNTIME_ERROR), run.ending.value
     if run.ending is RunEnding.SIGNALLED and run.code in (_SIGPROF, _SIGALRM):
         of_cpu = run.code == _SIGPROF
         outcome = _TIME_LIMITS[not of_cpu]
@@ -580,27 +578,27 @@ def _death(run: ProgramRun, role: Role, limits: RunLimits, name: str, *, loading
     elif run.ending in (RunEnding.EXITED, RunEnding.SIGNALLED):
         reason = f"its process ended ({run.ending.value} {run.code})"
     if role is Role.MATHEMATICS and not loading:
-        return Verdict(outcome=outcome, score=0.0, detail=f"math-verify: {reason} on this answer")
+        return wire.Verdict(outcome=outcome, score=0.0, detail=f"math-verify: {reason} on this answer")
     return _fault(f"{name}: {reason}{' while it was loaded' if loading else ''}")
 
 
-def _fault(detail: str) -> Verdict:
-    return Verdict(outcome=Outcome.OUTCOME_INTERNAL_ERROR, detail=detail[:DETAIL_CHARACTERS])
+def _fault(detail: str) -> wire.Verdict:
+    return wire.Verdict(outcome=wire.Outcome.OUTCOME_INTERNAL_ERROR, detail=detail[:DETAIL_CHARACTERS])
 
 
-def _copy(verdict: Verdict) -> Verdict:
-    copied = Verdict()
+def _copy(verdict: wire.Verdict) -> wire.Verdict:
+    copied = wire.Verdict()
     copied.CopyFrom(verdict)
     return copied
 
 
-def is_fault(verdict: Verdict) -> bool:
-    return verdict.outcome == Outcome.OUTCOME_INTERNAL_ERROR
+def is_fault(verdict: wire.Verdict) -> bool:
+    return verdict.outcome == wire.Outcome.OUTCOME_INTERNAL_ERROR
 
 
-def _read_as_number(answer: str, rule: AnswerRule) -> str:
+def _read_as_number(answer: str, rule: wire.AnswerRule) -> str:
     """The expected answer in place of one that is the same number, in forms that math-verify does not know."""
-    if rule.extraction == AnswerExtraction.ANSWER_EXTRACTION_WHOLE or (number := number_of(answer)) is None:
+    if rule.extraction == wire.AnswerExtraction.ANSWER_EXTRACTION_WHOLE or (number := number_of(answer)) is None:
         return answer
     for expected in rule.expected:
         wanted = number_of(expected) if ("%" in answer) == ("%" in expected) else None
@@ -609,32 +607,32 @@ def _read_as_number(answer: str, rule: AnswerRule) -> str:
     return answer
 
 
-def _unread(answer: str, test_set: TestSet) -> Verdict | None:
+def _unread(answer: str, test_set: wire.TestSet) -> wire.Verdict | None:
     """The verdict on what is no answer at all."""
     if 0 < len(answer) <= LONGEST_ANSWER:
         return None
-    extraction = AnswerExtraction.Name(test_set.answer.extraction).removeprefix("ANSWER_EXTRACTION_").lower()
+    extraction = wire.AnswerExtraction.Name(test_set.answer.extraction).removeprefix("ANSWER_EXTRACTION_").lower()
     detail = f"the answer has {len(answer)} characters; at most {LONGEST_ANSWER} are compared"
     detail = detail if answer else f"no answer found: {extraction}"
-    return Verdict(outcome=Outcome.OUTCOME_WRONG_ANSWER, score=0.0, detail=detail)
+    return wire.Verdict(outcome=wire.Outcome.OUTCOME_WRONG_ANSWER, score=0.0, detail=detail)
 
 
-def complete(verdict: Verdict, test_set: TestSet, response: str, *, want_details: bool) -> None:
+def complete(verdict: wire.Verdict, test_set: wire.TestSet, response: str, *, want_details: bool) -> None:
     """What follows from the score: whether it passes, and the counts of a single hidden test."""
     verdict.runs = 1
     if is_fault(verdict):
         return
     verdict.tests_total = 1
-    if verdict.outcome == Outcome.OUTCOME_ACCEPTED and not reaches(verdict.score, test_set.pass_score):
-        verdict.outcome = Outcome.OUTCOME_WRONG_ANSWER
+    if verdict.outcome == wire.Outcome.OUTCOME_ACCEPTED and not reaches(verdict.score, test_set.pass_score):
+        verdict.outcome = wire.Outcome.OUTCOME_WRONG_ANSWER
         verdict.detail = verdict.detail or f"score {verdict.score:g}; {test_set.pass_score or 1.0:g} passes"
-    verdict.tests_passed = int(verdict.outcome == Outcome.OUTCOME_ACCEPTED)
+    verdict.tests_passed = int(verdict.outcome == wire.Outcome.OUTCOME_ACCEPTED)
     if want_details:
         shown = response[:200].encode(errors="replace").decode()
-        verdict.tests.append(TestResult(outcome=verdict.outcome, detail=verdict.detail, output=shown))
+        verdict.tests.append(wire.TestResult(outcome=verdict.outcome, detail=verdict.detail, output=shown))
 
 
-def shared_by(test_set: TestSet, run_id: str) -> str:
+def shared_by(test_set: wire.TestSet, run_id: str) -> str:
     """The same text for what may be scored in one fork: of one run, by one function, within the same limits."""
     role = role_of(test_set)
     if role not in _SHARING or not run_id:
@@ -643,11 +641,11 @@ def shared_by(test_set: TestSet, run_id: str) -> str:
     return digest(run_id, role.value, function.source, function.function, repr(limits_of(test_set)))
 
 
-def score_groups(worker: SandboxWorker, groups: Sequence[Group]) -> list[list[Verdict] | None]:
+def score_groups(worker: SandboxWorker, groups: Sequence[Group]) -> list[list[wire.Verdict] | None]:
     """The verdicts of each group, None for those to be judged alone. Raises JudgeFault when the judge itself failed."""
     role, limits = role_of(groups[0][1]), limits_of(groups[0][1])
     assert role is not None
-    decided: list[list[Verdict] | None] = []
+    decided: list[list[wire.Verdict] | None] = []
     with worker.open(role, Executable(), fork_limits(limits)) as prepared:
         while len(decided) < len(groups):
             left = groups[len(decided) :]
@@ -664,9 +662,9 @@ def score_groups(worker: SandboxWorker, groups: Sequence[Group]) -> list[list[Ve
     return decided
 
 
-def _found(run: ProgramRun, role: Role, name: str, wanted: Sequence[int]) -> list[list[Verdict]] | None:
+def _found(run: ProgramRun, role: Role, name: str, wanted: Sequence[int]) -> list[list[wire.Verdict]] | None:
     """The verdicts of the groups that a fork has scored, the first and as many as it took; None where it is spoilt."""
-    found: list[list[Verdict]] = []
+    found: list[list[wire.Verdict]] = []
     for line in run.stdout.splitlines():
         verdict = read_line(line, role, name)
         if verdict is None:

@@ -24,16 +24,7 @@ from spo.tasks.answer import (
 )
 from spo.tasks.separate_tests import reasons_to_share, runs_nothing
 from spo.tasks.verifier import require_composable
-from spo.v1.verdict_pb2 import (
-    AnswerComparison,
-    AnswerExtraction,
-    AnswerRule,
-    Checker,
-    CodeTestStyle,
-    Limits,
-    TestIsolation,
-    TestSet,
-)
+from spo.v1 import verdict_pb2 as wire
 
 MOST_SOURCE_BYTES = 256 << 10
 MOST_ARGUMENT_BYTES = 1 << 20
@@ -47,13 +38,13 @@ MAX_TESTS = 10_000
 MAX_MEMORY_BYTES = 16 << 30
 MAX_SECONDS = 600.0
 MAX_EXPECTED = 1000
-EXACT = AnswerComparison.ANSWER_COMPARISON_EXACT
-NUMERIC = AnswerComparison.ANSWER_COMPARISON_NUMERIC
+EXACT = wire.AnswerComparison.ANSWER_COMPARISON_EXACT
+NUMERIC = wire.AnswerComparison.ANSWER_COMPARISON_NUMERIC
 
 COMPARISONS = frozenset({EXACT, NUMERIC, CHOICE, REGULAR_EXPRESSION, JSON_SCHEMA})
 
 
-def rules_of_scoring(test_set: TestSet) -> Rules:
+def rules_of_scoring(test_set: wire.TestSet) -> Rules:
     """The rules of a test set with code tests or a scoring function."""
     kind = "code_tests" if test_set.HasField("code_tests") else "scoring_function"
     rules = _rules_of_code_tests(test_set) if kind == "code_tests" else _rules_of_function(test_set)
@@ -62,26 +53,26 @@ def rules_of_scoring(test_set: TestSet) -> Rules:
     return rules | _rules_of_limits(test_set.limits) | _rules_of_packages(test_set, f"/{kind}")
 
 
-def rules_of_mathematics(test_set: TestSet) -> Rules:
+def rules_of_mathematics(test_set: wire.TestSet) -> Rules:
     """What must hold beside the rules of every answer where mathematics is compared."""
     if not is_mathematics(test_set.answer):
         return {}
     return _rules_of_limits(test_set.limits) | _rules_of_packages(test_set, "/answer/comparison")
 
 
-def is_mathematics(rule: AnswerRule) -> bool:
+def is_mathematics(rule: wire.AnswerRule) -> bool:
     """Whether an answer is compared in the sandbox."""
     return rule.comparison == MATH
 
 
-def _rules_of_code_tests(test_set: TestSet) -> Rules:
+def _rules_of_code_tests(test_set: wire.TestSet) -> Rules:
     tests = test_set.code_tests
-    completion = tests.style == CodeTestStyle.CODE_TEST_STYLE_COMPLETION
-    demanded = tests.isolation == TestIsolation.TEST_ISOLATION_SEPARATE
+    completion = tests.style == wire.CodeTestStyle.CODE_TEST_STYLE_COMPLETION
+    demanded = tests.isolation == wire.TestIsolation.TEST_ISOLATION_SEPARATE
     reasons = reasons_to_share(tests) if demanded else ()
     wanted = f"shared: {'; '.join(reasons)}" if reasons else "one that this judge knows"
     return {
-        "/code_tests/style": (0 < tests.style < len(CodeTestStyle.values()), "a style that this judge knows"),
+        "/code_tests/style": (0 < tests.style < len(wire.CodeTestStyle.values()), "a style that this judge knows"),
         "/code_tests/code": (
             bool(tests.code.strip()) and _fits(tests.code) and not runs_nothing(tests),
             f"{_bytes(MOST_SOURCE_BYTES)}, and tests that are run and not only defined",
@@ -94,11 +85,11 @@ def _rules_of_code_tests(test_set: TestSet) -> Rules:
             tests.entry_point.isidentifier() if tests.entry_point else not completion,
             "the name of a function, which a completion needs",
         ),
-        "/code_tests/isolation": (tests.isolation in TestIsolation.values() and not reasons, wanted),
+        "/code_tests/isolation": (tests.isolation in wire.TestIsolation.values() and not reasons, wanted),
     }
 
 
-def _rules_of_function(test_set: TestSet) -> Rules:
+def _rules_of_function(test_set: wire.TestSet) -> Rules:
     function = test_set.scoring_function
     arguments = _object_in(function.arguments_json)
     gym = function.library == REASONING_GYM
@@ -126,7 +117,7 @@ def _rules_of_function(test_set: TestSet) -> Rules:
     }
 
 
-def _rules_of_limits(limits: Limits) -> Rules:
+def _rules_of_limits(limits: wire.Limits) -> Rules:
     return {
         "/limits/cpu_seconds": (0 <= limits.cpu_seconds <= MOST_SECONDS, "not negative, at most 600"),
         "/limits/wall_seconds": (0 <= limits.wall_seconds <= 2 * MOST_SECONDS, "not negative, at most 1200"),
@@ -136,7 +127,7 @@ def _rules_of_limits(limits: Limits) -> Rules:
     }
 
 
-def _rules_of_packages(test_set: TestSet, pointer: str) -> Rules:
+def _rules_of_packages(test_set: wire.TestSet, pointer: str) -> Rules:
     role = role_of(test_set)
     missing = missing_module(role) if role else ""
     return {pointer: (not missing, f"one that this judge can score: it lacks {missing} (extra `tasks`)")}
@@ -182,7 +173,7 @@ class TestSets(StoredTestSets):
         super().__init__(store, redis_keys.judge_tests, require_usable)
 
 
-def require_usable(test_set: TestSet) -> None:
+def require_usable(test_set: wire.TestSet) -> None:
     """Raises InvalidInput naming each field that cannot be judged by."""
     _require_known_kind(test_set)
     _require_rules({"/pass_score": (_within(test_set.pass_score, 1.0), "between 0 and 1")})
@@ -196,10 +187,10 @@ def require_usable(test_set: TestSet) -> None:
         _require_rules(rules_of_scoring(test_set))
         return
     limits = test_set.limits
-    special = test_set.checker == Checker.CHECKER_SPECIAL
+    special = test_set.checker == wire.Checker.CHECKER_SPECIAL
     rules: Rules = {
         "/tests": (0 < len(test_set.tests) <= MAX_TESTS, f"between 1 and {MAX_TESTS} tests"),
-        "/checker": (test_set.checker in Checker.values(), "a checker that this judge knows"),
+        "/checker": (test_set.checker in wire.Checker.values(), "a checker that this judge knows"),
         "/limits/cpu_seconds": (_within(limits.cpu_seconds, MAX_SECONDS), "not negative, at most 600"),
         "/limits/wall_seconds": (_within(limits.wall_seconds, 2 * MAX_SECONDS), "not negative, at most 1200"),
         "/limits/memory_bytes": (_within(limits.memory_bytes, MAX_MEMORY_BYTES), "not negative, at most 16 GiB"),
@@ -216,25 +207,25 @@ def require_usable(test_set: TestSet) -> None:
     _require_rules(rules)
 
 
-def tests_in(test_set: TestSet) -> int:
+def tests_in(test_set: wire.TestSet) -> int:
     """How many results one response has; whatever is no program's tests counts as one."""
     parts = [part.verifier for part in test_set.composition.parts if part.HasField("verifier")]
     return sum(tests_in(part) for part in parts) or max(1, len(test_set.tests))
 
 
-def _require_known_kind(test_set: TestSet) -> None:
+def _require_known_kind(test_set: wire.TestSet) -> None:
     """Refuse what this judge does not decide by."""
     others = ("http", "model")
     unknown = [name for name in others if test_set.HasField(name)]  # type: ignore[arg-type]
     _require_rules({f"/{name}": (False, "left out: this judge does not decide by it") for name in unknown})
 
 
-def _rules_of_answer(test_set: TestSet) -> Rules:
+def _rules_of_answer(test_set: wire.TestSet) -> Rules:
     rule = test_set.answer
     numeric = rule.comparison == NUMERIC
     of_marker = {
-        AnswerExtraction.ANSWER_EXTRACTION_AFTER_MARKER: 0 < len(rule.marker) <= MAX_MARKER,
-        AnswerExtraction.ANSWER_EXTRACTION_XML_TAG: re.fullmatch(XML_TAG, rule.marker) is not None,
+        wire.AnswerExtraction.ANSWER_EXTRACTION_AFTER_MARKER: 0 < len(rule.marker) <= MAX_MARKER,
+        wire.AnswerExtraction.ANSWER_EXTRACTION_XML_TAG: re.fullmatch(XML_TAG, rule.marker) is not None,
     }
     readable = all(0 < len(text.strip()) <= LONGEST_ANSWER for text in rule.expected)
     numbers = not numeric or all(number_of(text) is not None for text in rule.expected)
@@ -248,7 +239,7 @@ def _rules_of_answer(test_set: TestSet) -> Rules:
             rule.comparison in COMPARISONS or is_mathematics(rule),
             "a comparison that this judge knows",
         ),
-        "/answer/extraction": (0 < rule.extraction < len(AnswerExtraction.values()), "one that this judge knows"),
+        "/answer/extraction": (0 < rule.extraction < len(wire.AnswerExtraction.values()), "one that this judge knows"),
         "/answer/marker": (of_marker.get(rule.extraction, not rule.marker), "there exactly where extraction needs it"),
         "/answer/absolute_tolerance": (_within(rule.absolute_tolerance, math.inf), "finite and not negative"),
         "/answer/relative_tolerance": (_within(rule.relative_tolerance, math.inf), "finite and not negative"),

@@ -22,15 +22,7 @@ from torch import Tensor
 from ulid import ULID
 
 from services.tinker.shared_model import LoraShape, TrainingAdapter
-from spo.errors import (
-    Conflict,
-    IntegrityError,
-    InvalidInput,
-    NotFound,
-    NotReady,
-    ResourceExhausted,
-    storage_faults_named,
-)
+from spo import errors
 from spo.manifest_folder import (
     MANIFEST,
     open_folder,
@@ -70,7 +62,7 @@ class Operation:
     def check(self) -> None:
         """Raises NotReady once its time is over."""
         if time.monotonic() > self.deadline:
-            raise NotReady("the operation took too long, its wait included", code="tinker_too_late")
+            raise errors.NotReady("the operation took too long, its wait included", code="tinker_too_late")
 
 
 @dataclass
@@ -97,11 +89,11 @@ class Operations:
             if known:
                 if known.digest != digest:
                     message = f"{request_id} was another request before"
-                    raise InvalidInput(message, code="tinker_request_reused")
+                    raise errors.InvalidInput(message, code="tinker_request_reused")
                 return
             if self._waiting[request.tenant] >= self.most_per_tenant:
                 message = f"{self.most_per_tenant} operations of yours wait; collect some results first"
-                raise ResourceExhausted(message, code="tinker_limit")
+                raise errors.ResourceExhausted(message, code="tinker_limit")
             operation = Operation(
                 request_id, request.tenant, lane, request, digest, time.monotonic() + self.life_seconds
             )
@@ -160,7 +152,7 @@ def checked_name(name: str) -> str:
     """A client's name for a checkpoint. Raises InvalidInput unless it is a plain one."""
     if not _NAME.fullmatch(name) or name.startswith(UNNAMED):
         message = f"a checkpoint is named by letters, digits, _, . and -, and not {UNNAMED}...: {name[:140]!r} is not"
-        raise InvalidInput(message, code="tinker_name")
+        raise errors.InvalidInput(message, code="tinker_name")
     return name
 
 
@@ -168,8 +160,8 @@ def _is_unnamed(path: CheckpointPath) -> bool:
     return path.kind == "sampler_weights" and path.name.startswith(UNNAMED)
 
 
-def _absent(path: str) -> NotFound:
-    return NotFound(f"there is no checkpoint {path[:300]}", code="tinker_not_found")
+def _absent(path: str) -> errors.NotFound:
+    return errors.NotFound(f"there is no checkpoint {path[:300]}", code="tinker_not_found")
 
 
 @dataclass(frozen=True)
@@ -233,10 +225,10 @@ class CheckpointStore:
         destination = self._folder(checkpoint.path)
         if destination.exists() and not overwrite:
             message = f"{checkpoint.path} is there already; save with overwrite, or under another name"
-            raise Conflict(message, code="tinker_name_taken")
+            raise errors.Conflict(message, code="tinker_name_taken")
         if not destination.exists():
             self._require_room(checkpoint)
-        with storage_faults_named(self.root):
+        with errors.storage_faults_named(self.root):
             destination.parent.mkdir(parents=True, exist_ok=True)
             with staging_folder(destination) as writing:
                 adapter.write(writing)
@@ -258,7 +250,7 @@ class CheckpointStore:
         checkpoint = self.find(tenant, path)
         folder = open_folder(self._folder(checkpoint.path))
         if folder.manifest["base_model"] != self.base_model:
-            raise InvalidInput(f"{path} was trained on another base model", code="tinker_model")
+            raise errors.InvalidInput(f"{path} was trained on another base model", code="tinker_model")
         moments = folder.path / MOMENTS_FILE
         return SavedAdapter(
             checkpoint, read_tensors(folder.path / TENSORS_FILE), read_tensors(moments) if moments.exists() else {}
@@ -316,7 +308,7 @@ class CheckpointStore:
                 expires_unix_ms=int(head["expires_unix_ms"]),
                 size_bytes=sum(int(entry["size_bytes"]) for entry in head["files"]),
             )
-        except (IntegrityError, KeyError, TypeError, ValueError):
+        except (errors.IntegrityError, KeyError, TypeError, ValueError):
             # A folder without a readable manifest is nobody's.
             return None
 
@@ -334,7 +326,7 @@ class CheckpointStore:
     def _require_room(self, checkpoint: AdapterCheckpoint) -> None:
         if not _is_unnamed(checkpoint.path) and len(self.all(checkpoint.tenant)) >= self.most:
             message = f"{self.most} checkpoints of yours are kept; delete some"
-            raise ResourceExhausted(message, code="tinker_limit")
+            raise errors.ResourceExhausted(message, code="tinker_limit")
 
     def _folder(self, path: CheckpointPath) -> Path:
         return self.root / path.model_id / path.kind / path.name
@@ -395,7 +387,7 @@ class Sessions:
                     f"{len(own)} sessions of yours are open; finish one (close its client), or wait: without a "
                     f"heartbeat it ends after {self.silence_seconds:g} s. The oldest is {own[0].id}"
                 )
-                raise InvalidInput(message, code="tinker_limit")
+                raise errors.InvalidInput(message, code="tinker_limit")
             self._sessions[session.id] = session
         return session.id
 
@@ -432,7 +424,7 @@ class Sessions:
             own = sum(model.tenant == tenant for model in self._models.values())
             if own >= self.most_models_per_tenant or len(self._models) >= self.most_models:
                 message = f"{own} training clients of yours and {len(self._models)} in all are there; finish some"
-                raise ResourceExhausted(message, code="tinker_limit")
+                raise errors.ResourceExhausted(message, code="tinker_limit")
 
     def add_model(self, model: TrainedModel) -> None:
         """Known from now on."""
@@ -458,7 +450,7 @@ class Sessions:
             self.require_sampler_room(tenant, session_id, number)
             known = self._samplers.setdefault(sampler.id, sampler)
         if known != sampler:
-            raise InvalidInput(f"{sampler.id} samples from something else", code="tinker_request_reused")
+            raise errors.InvalidInput(f"{sampler.id} samples from something else", code="tinker_request_reused")
         return sampler.id
 
     def require_sampler_room(self, tenant: str, session_id: str, number: int) -> None:
@@ -474,7 +466,7 @@ class Sessions:
                     "in it go, or delete a checkpoint, and those of it go. "
                     f"The oldest is of session {own[0].session_id}"
                 )
-                raise InvalidInput(message, code="tinker_limit")
+                raise errors.InvalidInput(message, code="tinker_limit")
 
     def drop_samplers(self, tenant: str, path: str) -> None:
         """Forget what draws from a checkpoint that is there no more."""
@@ -488,7 +480,7 @@ class Sessions:
         with self._lock:
             found = self._samplers.get(sampler_id)
         if found is None or found.tenant != tenant:
-            raise NotFound(f"there is no sampling session {sampler_id[:200]}", code="tinker_not_found")
+            raise errors.NotFound(f"there is no sampling session {sampler_id[:200]}", code="tinker_not_found")
         return found
 
     def take_ended(self) -> list[TrainedModel]:
@@ -506,13 +498,13 @@ class Sessions:
     def _session(self, tenant: str, session_id: str, code: str = "tinker_not_found") -> Session:
         found = self._sessions.get(session_id)
         if found is None or found.tenant != tenant:
-            raise NotFound(f"there is no session {session_id[:200]}: it is over, or was never yours", code=code)
+            raise errors.NotFound(f"there is no session {session_id[:200]}: it is over, or was never yours", code=code)
         return found
 
 
-def _no_model(model_id: str) -> NotFound:
+def _no_model(model_id: str) -> errors.NotFound:
     message = (
         f"there is no model {model_id[:200]}: it is not yours, or its session has ended; where it was, a new training "
         "client can go on from its checkpoints, weights/autosave among them"
     )
-    return NotFound(message, code="tinker_not_found")
+    return errors.NotFound(message, code="tinker_not_found")

@@ -25,15 +25,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.ranks import Ranks
-from spo.errors import (
-    IntegrityError,
-    NotFound,
-    NotReady,
-    PreconditionFailed,
-    SpoError,
-    Unreachable,
-    storage_faults_named,
-)
+from spo import errors
 from spo.manifest_folder import (
     FileEntry,
     Manifest,
@@ -295,7 +287,7 @@ class CheckpointFolder:
                 _write_together(ranks, training, writing)
             return None
         saved: Future[SavedCheckpoint] = Future()
-        with storage_faults_named(self._root, bytes_of_all(ranks, training)):
+        with errors.storage_faults_named(self._root, bytes_of_all(ranks, training)):
             saved.set_result(self._seal(ranks, training, progress, epoch))
         return saved
 
@@ -314,21 +306,21 @@ class CheckpointFolder:
         return SavedCheckpoint(progress, str(sealed.path.absolute()), sealed.manifest_digest)
 
     def steps(self) -> list[int]:
-        with storage_faults_named(self._root):
+        with errors.storage_faults_named(self._root):
             return [step for step, _ in numbered_folders(self._root)]
 
     def manifest(self, step: int, digest: str) -> Manifest:
-        with storage_faults_named(self._root):
+        with errors.storage_faults_named(self._root):
             found = open_folder(self._folder(step))
         if digest not in ("", found.manifest_digest):
-            raise IntegrityError(f"{found.path} is not the checkpoint that was reported")
+            raise errors.IntegrityError(f"{found.path} is not the checkpoint that was reported")
         return found.manifest
 
     def parts(self, step: int, manifest: Manifest, names: Collection[str]) -> list[Path]:
         return [self._folder(step) / name for name in sorted(names)]
 
     def prune(self, kept: Sequence[int], epoch: int) -> None:
-        with storage_faults_named(self._root):
+        with errors.storage_faults_named(self._root):
             prune_folders(self._root, kept, epoch)
 
     def abandon(self) -> None:
@@ -364,7 +356,7 @@ class CheckpointBucket:
         found = ranks.gather(written)
         problems = [each for each in found if isinstance(each, OSError)]
         if problems:
-            with storage_faults_named(self._cache, bytes_of_all(ranks, training)):
+            with errors.storage_faults_named(self._cache, bytes_of_all(ranks, training)):
                 if ranks.leads:
                     raise problems[0]
             return None
@@ -414,26 +406,26 @@ class CheckpointBucket:
         found = self._backend.manifest(self._run_id, step)
         if digest not in ("", digest_of(found)):
             where = self._backend.uri(self._run_id, step)
-            raise IntegrityError(f"{where} is not the checkpoint that was reported")
+            raise errors.IntegrityError(f"{where} is not the checkpoint that was reported")
         return found
 
     def parts(self, step: int, manifest: Manifest, names: Collection[str]) -> list[Path]:
         entries = {entry["name"]: entry for entry in manifest["files"]}
         missing = sorted(set(names) - entries.keys())
         if missing:
-            raise IntegrityError(f"{self._backend.uri(self._run_id, step)} has no {missing[0]}")
+            raise errors.IntegrityError(f"{self._backend.uri(self._run_id, step)} has no {missing[0]}")
         return [self._fetched(step, entries[name]) for name in sorted(names)]
 
     def _fetched(self, step: int, entry: FileEntry) -> Path:
         """The verified file here, fetched by one process of this machine if it must be."""
         path = self._file(step, entry)
-        with storage_faults_named(self._cache):
+        with errors.storage_faults_named(self._cache):
             path.parent.mkdir(parents=True, exist_ok=True)
         with (
-            storage_faults_named(self._cache, entry["size_bytes"]),
+            errors.storage_faults_named(self._cache, entry["size_bytes"]),
             locked(path.with_name(f".lock-{path.name}"), FETCH_SECONDS),
         ):
-            with contextlib.suppress(IntegrityError):
+            with contextlib.suppress(errors.IntegrityError):
                 verify(path, entry)
                 return path
             path.unlink(missing_ok=True)
@@ -449,7 +441,7 @@ class CheckpointBucket:
     def _epoch_of(self, step: int) -> int:
         try:
             return int(self._backend.manifest(self._run_id, step).get("epoch", 0))
-        except (NotFound, IntegrityError):
+        except (errors.NotFound, errors.IntegrityError):
             return -1
 
     def abandon(self) -> None:
@@ -513,7 +505,7 @@ class _Upload:
         pause = LOOK_SECONDS
         while not self._insist(lambda: self._backend.holds(self._run_id, self._step, entry)):
             if time.monotonic() > self._deadline:
-                raise NotReady(f"{entry['name']} of step {self._step} has not arrived in {UPLOAD_SECONDS:g} s")
+                raise errors.NotReady(f"{entry['name']} of step {self._step} has not arrived in {UPLOAD_SECONDS:g} s")
             if self._abandoned.wait(pause):
                 raise self._unwanted()
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)
@@ -522,14 +514,14 @@ class _Upload:
         while True:
             try:
                 return call()
-            except Unreachable as error:
+            except errors.Unreachable as error:
                 if time.monotonic() > self._deadline or self._abandoned.is_set():
                     raise
                 log.warning("a checkpoint waits for its bucket", step=self._step, reason=error.message)
             self._abandoned.wait(RETRY_SECONDS)
 
-    def _unwanted(self) -> NotReady:
-        return NotReady(f"the checkpoint of step {self._step} is not wanted any more")
+    def _unwanted(self) -> errors.NotReady:
+        return errors.NotReady(f"the checkpoint of step {self._step} is not wanted any more")
 
 
 def checkpoint_place(grant: wire.LeaseJobResponse, state_path: Path) -> CheckpointPlace:
@@ -582,7 +574,7 @@ def load_checkpoint(
             continue
         written_by, stage = int(manifest["world_size"]), int(manifest["zero_stage"])
         if stage != training.stage:
-            raise PreconditionFailed(
+            raise errors.PreconditionFailed(
                 f"checkpoint {step} was written at ZeRO stage {stage}; resume it so, not at {training.stage}",
                 code="checkpoint_layout",
             )
@@ -601,24 +593,24 @@ def load_checkpoint(
 
 def _candidates(
     place: CheckpointPlace, recorded: wire.RecordedCheckpoints | None
-) -> tuple[list[tuple[int, str]], SpoError | None]:
+) -> tuple[list[tuple[int, str]], errors.SpoError | None]:
     """(step, manifest digest or "" for any), the one to prefer first; or why they cannot be listed."""
     try:
         if recorded is None:
             return [(step, "") for step in reversed(place.steps())], None
-    except SpoError as error:
+    except errors.SpoError as error:
         return [], error
     return [(each.step, each.manifest_digest) for each in recorded.items], None
 
 
-def _manifest(place: CheckpointPlace, step: int, digest: str) -> tuple[Manifest | None, SpoError | None]:
+def _manifest(place: CheckpointPlace, step: int, digest: str) -> tuple[Manifest | None, errors.SpoError | None]:
     try:
         return place.manifest(step, digest), None
-    except SpoError as error:
+    except errors.SpoError as error:
         return None, error
 
 
-def _told(ranks: Ranks, step: int, manifest: Manifest | None, problem: SpoError | None) -> Manifest | None:
+def _told(ranks: Ranks, step: int, manifest: Manifest | None, problem: errors.SpoError | None) -> Manifest | None:
     """Rank 0's manifest on every rank, None where it is damaged; its other errors are raised on all."""
     found = ranks.share((manifest, problem))
     return None if _passed_over(ranks, step, [found[1]]) else found[0]
@@ -629,19 +621,19 @@ def _parts(
 ) -> list[Path] | None:
     """This rank's files; None on every rank where those of any are damaged."""
     files: list[Path] = []
-    problem: SpoError | None = None
+    problem: errors.SpoError | None = None
     try:
         files = place.parts(step, manifest, names)
-    except SpoError as error:
+    except errors.SpoError as error:
         problem = error
     return None if _passed_over(ranks, step, ranks.gather(problem)) else files
 
 
-def _passed_over(ranks: Ranks, step: int, problems: Sequence[SpoError | None]) -> bool:
+def _passed_over(ranks: Ranks, step: int, problems: Sequence[errors.SpoError | None]) -> bool:
     """Whether a checkpoint is damaged; raises what else went wrong on any rank."""
     found = [problem for problem in problems if problem]
     for problem in found:
-        if not isinstance(problem, IntegrityError | NotFound):
+        if not isinstance(problem, errors.IntegrityError | errors.NotFound):
             raise problem
         if ranks.leads:
             log.warning("a damaged checkpoint is passed over", step=step, reason=problem.message)
@@ -650,7 +642,7 @@ def _passed_over(ranks: Ranks, step: int, problems: Sequence[SpoError | None]) -
 
 def _load(ranks: Ranks, training: TrainingState, files: Sequence[Path], written_by: int) -> None:
     if written_by == ranks.world_size:
-        with storage_faults_named(files[0].parent):
+        with errors.storage_faults_named(files[0].parent):
             tensors = read_tensors(files[0])
         torch.set_rng_state(tensors.pop("random.cpu"))
         if ranks.device.type == "cuda":

@@ -37,18 +37,8 @@ from services.trainer.learner import StepResult
 from services.trainer.lease import TRANSIENT, Attempt, JobLease
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
-from spo import observability
+from spo import errors, observability
 from spo.algorithm.collapse_guard import ALARMS, CollapseLimits, StepHealth, collapse_alarms
-from spo.errors import (
-    Conflict,
-    IntegrityError,
-    InternalError,
-    LeaseLost,
-    NotReady,
-    ResourceExhausted,
-    SpoError,
-    StorageUnavailable,
-)
 from spo.observability import (
     POLICY_VERSION,
     TRAINER_COLLAPSE_ALARMS,
@@ -107,10 +97,10 @@ class RankRole(Protocol):
     ) -> None:
         """A checkpoint was tried; rank 0 gets what is done once it is whole, None when it could not be written."""
 
-    def cannot_write(self, error: SpoError) -> None:
+    def cannot_write(self, error: errors.SpoError) -> None:
         """The place of weights or checkpoints is full, or cannot be used now: it is tried again."""
 
-    def fail(self, error: SpoError) -> None:
+    def fail(self, error: errors.SpoError) -> None:
         """The run cannot go on here."""
 
     def conclude(self, progress: TrainingProgress) -> None:
@@ -145,10 +135,10 @@ class Follower:
     ) -> None:
         """Rank 0 reports."""
 
-    def cannot_write(self, error: SpoError) -> None:
+    def cannot_write(self, error: errors.SpoError) -> None:
         """Rank 0 writes."""
 
-    def fail(self, error: SpoError) -> None:
+    def fail(self, error: errors.SpoError) -> None:
         """The error is raised on rank 0 too."""
 
     def conclude(self, progress: TrainingProgress) -> None:
@@ -375,7 +365,7 @@ class Controller:
         except TRANSIENT as error:
             waited_seconds = time.monotonic() - self._waiting_since
             if (
-                isinstance(error, InternalError | ResourceExhausted)
+                isinstance(error, errors.InternalError | errors.ResourceExhausted)
                 and waited_seconds > self._settings.patience_seconds
             ):
                 return self._end(RunOutcome("no batch", error.code, f"step {step}: {error.message}", give_back=True))
@@ -385,7 +375,7 @@ class Controller:
                 waited = round(waited_seconds, 1)
                 log.info("waiting for a batch", step=step, waited_seconds=waited, reason=error.message)
             return Command("wait")
-        except SpoError as error:
+        except errors.SpoError as error:
             return self._end(RunOutcome("no batch", error.code, f"step {step}: {error.message}", give_back=True))
         self._span = observability.begin("train step", parent=drawn.header, run=self._lease.grant.run_id, step=step)
         self._span.link(groups_of(rows))
@@ -443,7 +433,7 @@ class Controller:
         self._waiting_since = self._last_logged = time.monotonic()
         return {**finite, "wait_seconds": self._wait_seconds}
 
-    def fail(self, error: SpoError) -> None:
+    def fail(self, error: errors.SpoError) -> None:
         """The run cannot go on; the job fails with this error, or is tried again where that may help."""
         if error.retryable:
             self._context.problem = error.message
@@ -451,7 +441,7 @@ class Controller:
         else:
             self._outcome = RunOutcome("failed", error.code, error.message, give_back=True)
 
-    def cannot_write(self, error: SpoError) -> None:
+    def cannot_write(self, error: errors.SpoError) -> None:
         """The place of weights or checkpoints is full or cannot be used now: report it, try again a little later."""
         log.error("a folder is full or cannot be used; tried again", run=self._lease.grant.run_id, reason=error.message)
         self._context.problem = error.message
@@ -462,16 +452,16 @@ class Controller:
         """Around what only the owner of the job may do: whatever refuses it ends the work on the run, on all ranks."""
         try:
             yield
-        except (LeaseLost, Conflict, *TRANSIENT) as error:
+        except (errors.LeaseLost, errors.Conflict, *TRANSIENT) as error:
             log.warning("gave up on the run", reason=str(error))
             self._outcome = self._outcome or RunOutcome(error.message)
-        except SpoError as error:
+        except errors.SpoError as error:
             self.fail(error)
 
     def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
         """Announce a stored version."""
         if written is None:
-            raise InternalError("rank 0 was given no stored version")
+            raise errors.InternalError("rank 0 was given no stored version")
         broadcaster = self._context.broadcaster
         # An adapter is small, and no whole model.
         offer = broadcaster.offer() if broadcaster and not self._spec.model.lora else None
@@ -503,7 +493,7 @@ class Controller:
         with self.owning():
             try:
                 saved = whole.saved.result()
-            except (OSError, NotReady, IntegrityError) as error:
+            except (OSError, errors.NotReady, errors.IntegrityError) as error:
                 log.error("a checkpoint did not arrive; tried again", step=whole.step, why=str(error))
                 self._context.problem = f"the checkpoint of step {whole.step} did not arrive: {error}"
                 self._checkpoints.lost()
@@ -526,7 +516,7 @@ class Controller:
         if kept:
             try:
                 place.prune(kept, self._lease.grant.epoch)
-            except StorageUnavailable as error:
+            except errors.StorageUnavailable as error:
                 log.warning("older checkpoints stay until the next one", reason=error.message)
 
     def conclude(self, progress: TrainingProgress) -> None:

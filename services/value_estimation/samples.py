@@ -34,22 +34,13 @@ from spo.spec.job_spec import JobSpec, RewardSpec
 from spo.spec.reward import is_success, needs_all_tests, require_decided, reward_of
 from spo.tasks.problem import has_verdict, program_of, write_response
 from spo.tasks.verifier import is_of_pool, judges_named
+from spo.v1 import prompt_pb2 as wire
 from spo.v1.judge_service_pb2 import (
     PRIORITY_TRAINING,
     DescribeJudgeRequest,
     DescribeJudgeResponse,
     JudgeRequest,
     JudgeResponse,
-)
-from spo.v1.prompt_pb2 import (
-    SOURCE_ANNOTATED,
-    SOURCE_HUMAN,
-    SOURCE_OTHER_RUN,
-    SOURCE_REFERENCE,
-    Prompt,
-    PromptGroup,
-    Sampling,
-    Source,
 )
 from spo.v1.replay_service_pb2 import (
     AppendRequest,
@@ -96,7 +87,7 @@ class ServiceClients:
     stop: threading.Event
     wanted: Callable[[], bool] = lambda: True
 
-    def generate(self, group: PromptGroup) -> list[Trajectory]:
+    def generate(self, group: wire.PromptGroup) -> list[Trajectory]:
         """Sample a group. Raises NotReady when inference stays away for patience_seconds."""
         kept: dict[int, Trajectory] = {}
         signs = Signs()
@@ -106,7 +97,9 @@ class ServiceClients:
             signs,
         )
 
-    def judge_programs(self, prompt: Prompt, programs: Sequence[str], *, all_tests: bool, run_id: str) -> list[Verdict]:
+    def judge_programs(
+        self, prompt: wire.Prompt, programs: Sequence[str], *, all_tests: bool, run_id: str
+    ) -> list[Verdict]:
         """A verdict per program; equal programs are sent once. all_tests: go on after a failed test."""
         unique = list(dict.fromkeys(programs))
         if not unique:
@@ -130,7 +123,7 @@ class ServiceClients:
             raise NotReady("the judge could not decide on a program", code="judge_fault")
         return [by_program[program] for program in programs]
 
-    def judge_version(self, prompt: Prompt) -> str:
+    def judge_version(self, prompt: wire.Prompt) -> str:
         """The version under which verdicts and values of a prompt are kept."""
         response: DescribeJudgeResponse = self._ask(
             self.judge.of(prompt.verifier_pool), "DescribeJudge", DescribeJudgeRequest(), SHORT_DEADLINE_SECONDS
@@ -144,7 +137,7 @@ class ServiceClients:
             self._ask(self.replay, "Append", request, SHORT_DEADLINE_SECONDS)
 
     def stored_samples(
-        self, run_id: str, prompt_id: str, source: Source.ValueType = SOURCE_REFERENCE
+        self, run_id: str, prompt_id: str, source: wire.Source.ValueType = wire.SOURCE_REFERENCE
     ) -> list[Trajectory]:
         """The samples of a prompt in a run's buffer, oldest first; none when the run is gone."""
         request = ListTrajectoriesRequest(run_id=run_id, prompt_id=prompt_id, source=source, limit=PAGE)
@@ -163,7 +156,7 @@ class ServiceClients:
 
     def some_samples(self, run_id: str, prompt_id: str, limit: int) -> list[Trajectory]:
         """The newest samples of pi0 on a prompt in a run's buffer."""
-        request = ListTrajectoriesRequest(run_id=run_id, prompt_id=prompt_id, source=SOURCE_REFERENCE, limit=limit)
+        request = ListTrajectoriesRequest(run_id=run_id, prompt_id=prompt_id, source=wire.SOURCE_REFERENCE, limit=limit)
         page: ListTrajectoriesResponse = self._ask(self.replay, "ListTrajectories", request, SHORT_DEADLINE_SECONDS)
         return list(page.trajectories)
 
@@ -219,7 +212,7 @@ class SampleMaker:
     reward_spec: RewardSpec
 
     def sample_reference(
-        self, prompt: Prompt, sampling: Sampling, name: str, prefix: Sequence[int] = ()
+        self, prompt: wire.Prompt, sampling: wire.Sampling, name: str, prefix: Sequence[int] = ()
     ) -> list[Trajectory]:
         """Samples of pi0 that continue the response tokens of `prefix`, judged and scored.
 
@@ -232,13 +225,13 @@ class SampleMaker:
                 "from a prefix",
                 code="prefix_of_conversation",
             )
-        group = PromptGroup(
+        group = wire.PromptGroup(
             group_id=f"{name}-{prompt.prompt_id[:24]}",
             run_id=self.run_id,
             prompt=prompt,
             sampling=sampling,
             policy_version=REFERENCE_VERSION,
-            source=SOURCE_REFERENCE,
+            source=wire.SOURCE_REFERENCE,
             dispatched_unix_ms=int(time.time() * 1000),
             response_prefix_token_ids=prefix,
         )
@@ -247,7 +240,7 @@ class SampleMaker:
         self.score(trajectories)
         return trajectories
 
-    def recall_reference(self, prompt: Prompt, origin: str) -> list[Trajectory]:
+    def recall_reference(self, prompt: wire.Prompt, origin: str) -> list[Trajectory]:
         """Samples of pi0 that an earlier run at the same precision has stored, as this run's own.
 
         Their reference log-probs are kept: on a large model they are the expensive part.
@@ -268,7 +261,7 @@ class SampleMaker:
 
     def import_human(
         self,
-        prompt: Prompt,
+        prompt: wire.Prompt,
         programs: Sequence[str],
         max_response_tokens: int,
         *,
@@ -306,7 +299,7 @@ class SampleMaker:
         self.score(kept)
         return kept
 
-    def _human(self, prompt: Prompt, text: str, kind: str, index: int) -> Trajectory:
+    def _human(self, prompt: wire.Prompt, text: str, kind: str, index: int) -> Trajectory:
         group_id = f"{kind}-{prompt.prompt_id[:24]}"
         return Trajectory(
             trajectory_id=redis_keys.trajectory_id(self.run_id, group_id, index, 0, REFERENCE_VERSION),
@@ -314,7 +307,7 @@ class SampleMaker:
             run_id=self.run_id,
             prompt_id=prompt.prompt_id,
             sample_index=index,
-            source=SOURCE_HUMAN,
+            source=wire.SOURCE_HUMAN,
             prompt_token_ids=self.reference.encode_prompt(prompt.text),
             response_token_ids=self.reference.encode_response(text),
             response_text=text,
@@ -323,7 +316,7 @@ class SampleMaker:
             created_unix_ms=int(time.time() * 1000),
         )
 
-    def judge(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
+    def judge(self, prompt: wire.Prompt, trajectories: Sequence[Trajectory]) -> None:
         """Set rewards, and verdicts where no environment has; raises NotReady when the judge is away too long."""
         undecided = [trajectory for trajectory in trajectories if not has_verdict(trajectory)]
         programs = [program_of(sample, prompt.response_format, prompt.language) for sample in undecided]
@@ -355,7 +348,7 @@ class SampleMaker:
             trajectory.hops.append(Hop(service="value-estimation", at_unix_ms=int(time.time() * 1000)))
 
 
-def write_solution(program: str, prompt: Prompt) -> str:
+def write_solution(program: str, prompt: wire.Prompt) -> str:
     """A person's program in the format of a response to the prompt."""
     return write_response(program, "raw" if prompt.response_format == "raw" else "fenced", prompt.language)
 
@@ -392,7 +385,7 @@ class StoredImport:
     spec: JobSpec
     judge_version: str
 
-    def trajectories(self, prompt: Prompt, stored: Sequence[StoredTrajectory]) -> list[Trajectory]:
+    def trajectories(self, prompt: wire.Prompt, stored: Sequence[StoredTrajectory]) -> list[Trajectory]:
         """Judged and scored trajectories of this run on the prompt; those that its model cannot take are left out.
 
         Raises NotReady when the judge was away too long.
@@ -418,7 +411,7 @@ class StoredImport:
             log.info("stored experience left out", prompt=prompt.prompt_id[:12], given=len(stored), kept=len(fitting))
         return [trajectory for _, trajectory in fitting]
 
-    def _adopt(self, prompt: Prompt, asked: Sequence[int], row: StoredTrajectory) -> Trajectory:
+    def _adopt(self, prompt: wire.Prompt, asked: Sequence[int], row: StoredTrajectory) -> Trajectory:
         """A copy for this run: an id of its own, the tokens of its pi0, and where the trajectory came from."""
         was, run_id = row.trajectory, self.maker.run_id
         adopted = Trajectory()
@@ -447,13 +440,13 @@ class StoredImport:
         )
         adopted.run_id = run_id
         adopted.prompt_id = prompt.prompt_id
-        adopted.source = SOURCE_ANNOTATED if labelled else SOURCE_OTHER_RUN
+        adopted.source = wire.SOURCE_ANNOTATED if labelled else wire.SOURCE_OTHER_RUN
         adopted.origin_run_id = origin
         adopted.parents[:] = [was.trajectory_id]
         del adopted.hops[:]
         return adopted
 
-    def _can_be_taken(self, prompt: Prompt, row: StoredTrajectory) -> bool:
+    def _can_be_taken(self, prompt: wire.Prompt, row: StoredTrajectory) -> bool:
         """Whether the job could have sampled it; of a conversation also: with its environment and its very tokens.
 
         A conversation is never tokenised again: what was sampled is what is trained.
@@ -513,7 +506,7 @@ class StoredImport:
         except InvalidInput:
             return False
 
-    def _same_problem(self, prompt: Prompt, row: StoredTrajectory) -> bool:
+    def _same_problem(self, prompt: wire.Prompt, row: StoredTrajectory) -> bool:
         """Whether tests and pi0 are the same: annotations hold for these only."""
         ours = self.maker.reference.model_hash
         return row.prompt.tests_digest == prompt.tests_digest and row.trajectory.reference_hash == ours
@@ -536,7 +529,7 @@ class StoredImport:
             and len(trajectory.response_token_ids) <= limits.max_response_tokens
         )
 
-    def _judged_alike(self, prompt: Prompt, row: StoredTrajectory) -> bool:
+    def _judged_alike(self, prompt: wire.Prompt, row: StoredTrajectory) -> bool:
         """Whether this judge judged it on these tests, or it was imported with a reward."""
         verdict = row.trajectory.verdict
         if row.prompt.tests_digest != prompt.tests_digest:
@@ -546,7 +539,7 @@ class StoredImport:
         if row.prompt.environment:
             # What the environment said of it rests on the same judge.
             return True
-        if row.trajectory.source == SOURCE_HUMAN and not self.spec.offline.judge_human_solutions:
+        if row.trajectory.source == wire.SOURCE_HUMAN and not self.spec.offline.judge_human_solutions:
             return True
         if needs_all_tests(self.spec.tasks.reward) and verdict.outcome != OUTCOME_ACCEPTED:
             # It may have been judged only to its first failure.

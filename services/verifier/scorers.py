@@ -36,17 +36,7 @@ from services.verifier.http_scorer import (
 )
 from services.verifier.settings import Settings
 from services.verifier.stage import KINDS, VERIFIER_VERSION, ResponseScorer
-from spo import observability, redis_keys
-from spo.errors import (
-    IntegrityError,
-    InternalError,
-    InvalidInput,
-    NotFound,
-    NotReady,
-    PreconditionFailed,
-    ResourceExhausted,
-    SpoError,
-)
+from spo import errors, observability, redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunSpecs
 from spo.observability import get_logger
@@ -57,22 +47,13 @@ from spo.spec.reward import reaches
 from spo.spec.tasks import PinnedJudge, served_judge
 from spo.tasks.problem import tests_digest
 from spo.tasks.verifier import OF_RUN, SANDBOX_JUDGE, composed, gate_has_failed, kind_of, own_judges, text_for
+from spo.v1 import verdict_pb2 as wire
 from spo.v1.inference_service_pb2 import GenerateRequest, GenerateResponse
 from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.orchestrator_service_pb2 import CompleteServedRequest, CompleteServedResponse
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
 from spo.v1.prompt_pb2 import Prompt, PromptGroup, Sampling
-from spo.v1.verdict_pb2 import (
-    OUTCOME_ACCEPTED,
-    OUTCOME_WRONG_ANSWER,
-    ModelScore,
-    Outcome,
-    Part,
-    PartScore,
-    TestSet,
-    Verdict,
-)
 
 MOST_POINTS = 10
 _NAMES = re.compile(r"\{(statement|response|reference)\}")
@@ -131,13 +112,13 @@ class ServedPolicy:
             found: CompleteServedResponse = self._orchestrator.call(
                 "CompleteServed", request, self._settings.model_seconds
             )
-        except InvalidInput:
+        except errors.InvalidInput:
             raise
-        except (NotFound, IntegrityError, InternalError) as error:
+        except (errors.NotFound, errors.IntegrityError, errors.InternalError) as error:
             # A deleted job, a version that is not kept: it may come back from a backup, so the responses are kept. A
             # defect is no absence: waiting for it would never end.
             raise ServiceFailed(f"{judge.model}: {error.message}") from None
-        except SpoError as error:
+        except errors.SpoError as error:
             # No replica serves it yet, all are full or hold another model, or another orchestrator begins to lead.
             raise ServiceAway(f"{judge.model}: {error.message}") from None
         if len(found.texts) != samples:
@@ -145,7 +126,7 @@ class ServedPolicy:
         return list(found.texts)
 
 
-def question_of(asked: ModelScore, response: str, mark: str) -> str:
+def question_of(asked: wire.ModelScore, response: str, mark: str) -> str:
     """What the judge is told; the response is put where the rubric names it, else below it, between the marks."""
     fenced = f"<{mark}>\n{response}\n</{mark}>"
     put = {"statement": asked.statement, "response": fenced, "reference": asked.reference}
@@ -180,20 +161,20 @@ class ModelScorer:
         self._room = asyncio.Semaphore(settings.http_calls)
 
     async def verdicts(
-        self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
-    ) -> list[Verdict]:
+        self, responses: Sequence[str], test_set: wire.TestSet, language: str = "", look: int = 0
+    ) -> list[wire.Verdict]:
         """One verdict per response. Raises BadAnswer, ServiceAway, ServiceFailed, InvalidInput."""
         if self._own is not None and own_judges(test_set):
             return await self._own.verdicts(responses, test_set, language, look)
         return list(await asyncio.gather(*(self._verdict(response, test_set) for response in responses)))
 
-    async def _verdict(self, response: str, test_set: TestSet) -> Verdict:
+    async def _verdict(self, response: str, test_set: wire.TestSet) -> wire.Verdict:
         asked = test_set.model
         votes = await asyncio.gather(*(self._vote(response, asked) for _ in range(max(1, asked.votes))))
         told = f"votes of {MOST_POINTS}: {', '.join(f'{points:g}' for points in votes)}"
         return scored(fmean(votes) / MOST_POINTS, "the judge", test_set.pass_score, told)
 
-    async def _vote(self, response: str, asked: ModelScore) -> float:
+    async def _vote(self, response: str, asked: wire.ModelScore) -> float:
         url = f"{asked.address.rstrip('/')}/chat/completions"
 
         async def ask() -> float:
@@ -240,12 +221,12 @@ class PlatformModel:
         self._calls = ThreadPoolExecutor(settings.http_calls, thread_name_prefix="own-model")
 
     async def verdicts(
-        self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
-    ) -> list[Verdict]:
+        self, responses: Sequence[str], test_set: wire.TestSet, language: str = "", look: int = 0
+    ) -> list[wire.Verdict]:
         """One verdict per response. Raises BadAnswer, ServiceAway, InvalidInput where a question does not fit."""
         return list(await asyncio.gather(*(self._verdict(response, test_set, look) for response in responses)))
 
-    async def _verdict(self, response: str, test_set: TestSet, look: int) -> Verdict:
+    async def _verdict(self, response: str, test_set: wire.TestSet, look: int) -> wire.Verdict:
         wanted = max(1, test_set.model.votes)
         votes: list[float] = []
         tries = 0
@@ -263,7 +244,7 @@ class PlatformModel:
         told = f"votes of {MOST_POINTS}: {', '.join(f'{points:g}' for points in votes)}"
         return scored(fmean(votes) / MOST_POINTS, "the judge", test_set.pass_score, told)
 
-    async def _said(self, response: str, test_set: TestSet, votes: int, turn: str) -> list[str]:
+    async def _said(self, response: str, test_set: wire.TestSet, votes: int, turn: str) -> list[str]:
         """What the model writes, without its reasoning; the same for the same response, judge and turn."""
         run_id = test_set.model.address.removeprefix(OF_RUN)
         asked = redis_keys.digest(
@@ -297,7 +278,7 @@ class PlatformModel:
             found: GenerateResponse = self._inference.call(
                 "Generate", GenerateRequest(group=group), self._settings.model_seconds
             )
-        except (NotReady, PreconditionFailed, ResourceExhausted) as error:
+        except (errors.NotReady, errors.PreconditionFailed, errors.ResourceExhausted) as error:
             # No replica serves the run yet, or it is full: the responses wait.
             raise ServiceAway(f"the platform's inference: {error.message}") from None
         if len(found.group.trajectories) != group.sampling.samples:
@@ -320,10 +301,10 @@ class CompositionScorer:
         self._judge = judges
 
     async def verdicts(
-        self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
-    ) -> list[Verdict]:
+        self, responses: Sequence[str], test_set: wire.TestSet, language: str = "", look: int = 0
+    ) -> list[wire.Verdict]:
         """One verdict per response; one that fails a gate is shown to no later part. Raises what the parts raise."""
-        judged: dict[str, dict[str, Verdict]] = {response: {} for response in responses}
+        judged: dict[str, dict[str, wire.Verdict]] = {response: {} for response in responses}
         parts = [part for part in test_set.composition.parts if part.HasField("verifier")]
         for part in sorted(parts, key=_turn):
             asked = [one for one, known in judged.items() if not gate_has_failed(test_set.composition, known)]
@@ -336,24 +317,24 @@ class CompositionScorer:
                 judged[one][part.name] = by_text[text]
         return [composed(response, test_set, judged[response]) for response in responses]
 
-    async def _part(self, texts: Sequence[str], verifier: TestSet, language: str) -> Sequence[Verdict]:
+    async def _part(self, texts: Sequence[str], verifier: wire.TestSet, language: str) -> Sequence[wire.Verdict]:
         if (kind := kind_of(verifier)) in KINDS:
             return await self._scorers[kind].verdicts(texts, verifier, language)
         return await asyncio.to_thread(self._of_judge, texts, verifier, language)
 
-    def _of_judge(self, texts: Sequence[str], verifier: TestSet, language: str) -> Sequence[Verdict]:
+    def _of_judge(self, texts: Sequence[str], verifier: wire.TestSet, language: str) -> Sequence[wire.Verdict]:
         request = JudgeRequest(
             programs=texts, language=language, tests_digest=tests_digest(verifier), priority=PRIORITY_TRAINING
         )
         try:
             reply = judge(self._judge, request)
-        except NotFound:
+        except errors.NotFound:
             self._judge.call("UploadTests", UploadTestsRequest(test_sets=[verifier]))
             reply = judge(self._judge, request)
         return list(reply.verdicts)
 
 
-def _turn(part: Part) -> int:
+def _turn(part: wire.Part) -> int:
     if part.gate:
         return _GATE
     return _ASKING if kind_of(part.verifier) in KINDS else _QUICK
@@ -369,8 +350,8 @@ class RememberingScorer:
     recheck_rate: float
 
     async def verdicts(
-        self, responses: Sequence[str], test_set: TestSet, language: str = "", look: int = 0
-    ) -> list[Verdict]:
+        self, responses: Sequence[str], test_set: wire.TestSet, language: str = "", look: int = 0
+    ) -> list[wire.Verdict]:
         """One verdict per response. Raises what the scorer raises; then nothing is remembered."""
         keys = {response: self._key(response, test_set) for response in dict.fromkeys(responses)}
         known = await asyncio.to_thread(self.cache.find, keys)
@@ -384,7 +365,7 @@ class RememberingScorer:
         return [known[response] for response in responses]
 
     async def _look_again(
-        self, fresh: dict[str, Verdict], keys: dict[str, str], test_set: TestSet, language: str
+        self, fresh: dict[str, wire.Verdict], keys: dict[str, str], test_set: wire.TestSet, language: str
     ) -> None:
         """Ask again about those that their keys sample, the same ones on every replica, and put the mean in place."""
         looks = {response: [fresh[response]] for response in fresh if self._sampled(keys[response])}
@@ -404,11 +385,11 @@ class RememberingScorer:
                 for seen in differing:
                     log.warning("a second look ended differently", scores=[round(one.score, 3) for one in seen])
 
-    def _remember(self, fresh: dict[str, Verdict], keys: dict[str, str]) -> None:
+    def _remember(self, fresh: dict[str, wire.Verdict], keys: dict[str, str]) -> None:
         for response, verdict in fresh.items():
             self.cache.put(keys[response], verdict)
 
-    def _key(self, response: str, test_set: TestSet) -> str:
+    def _key(self, response: str, test_set: wire.TestSet) -> str:
         said = blake3(response.encode("utf-8", "surrogatepass")).hexdigest()
         return redis_keys.remembered(redis_keys.digest(said, tests_digest(test_set), self.behaviour))
 
@@ -436,27 +417,31 @@ def remembering(
     }
 
 
-def _differ(seen: Sequence[Verdict]) -> bool:
+def _differ(seen: Sequence[wire.Verdict]) -> bool:
     return len({verdict.outcome for verdict in seen}) > 1
 
 
-def _mean(seen: Sequence[Verdict], pass_score: float) -> Verdict:
+def _mean(seen: Sequence[wire.Verdict], pass_score: float) -> wire.Verdict:
     """The verdict of several looks: scores and parts are means, and who ends otherwise than the mean differs."""
-    verdict = Verdict()
+    verdict = wire.Verdict()
     verdict.CopyFrom(seen[0])
     verdict.score = fmean(one.score for one in seen)
     right = reaches(verdict.score, pass_score)
-    verdict.outcome = OUTCOME_ACCEPTED if right else OUTCOME_WRONG_ANSWER
+    verdict.outcome = wire.OUTCOME_ACCEPTED if right else wire.OUTCOME_WRONG_ANSWER
     names = [part.name for part in seen[0].parts]
     if all([part.name for part in one.parts] == names for one in seen):
         del verdict.parts[:]
         scores = zip(*([part.score for part in one.parts] for one in seen), strict=True)
-        verdict.parts.extend(PartScore(name=name, score=fmean(each)) for name, each in zip(names, scores, strict=True))
+        verdict.parts.extend(
+            wire.PartScore(name=name, score=fmean(each)) for name, each in zip(names, scores, strict=True)
+        )
     verdict.tests_passed = int(right)
     verdict.runs = len(seen)
     verdict.differing_runs = sum(one.outcome != verdict.outcome for one in seen)
     if verdict.differing_runs:
-        told = ", ".join(f"{Outcome.Name(one.outcome).removeprefix('OUTCOME_').lower()} {one.score:g}" for one in seen)
+        told = ", ".join(
+            f"{wire.Outcome.Name(one.outcome).removeprefix('OUTCOME_').lower()} {one.score:g}" for one in seen
+        )
         verdict.detail = f"looks: {told}"
     return verdict
 

@@ -35,31 +35,22 @@ from spo.tasks.load import (
 from spo.tasks.problem import Problem, TaskSets, extract_program, write_response
 from spo.tasks.records import SUFFIXES
 from spo.tasks.verifier import pool_of
-from spo.v1.verdict_pb2 import (
-    OUTCOME_ACCEPTED,
-    OUTCOME_INTERNAL_ERROR,
-    OUTCOME_WRONG_ANSWER,
-    AnswerComparison,
-    AnswerExtraction,
-    AnswerRule,
-    Outcome,
-    TestSet,
-)
+from spo.v1 import verdict_pb2 as wire
 
 # A whole response or answer of these is no expected text but a description of it.
 _DESCRIBED = (
-    AnswerComparison.ANSWER_COMPARISON_REGULAR_EXPRESSION,
-    AnswerComparison.ANSWER_COMPARISON_JSON_SCHEMA,
+    wire.AnswerComparison.ANSWER_COMPARISON_REGULAR_EXPRESSION,
+    wire.AnswerComparison.ANSWER_COMPARISON_JSON_SCHEMA,
 )
 _NO_PROGRAM = "print('this is not the answer')\n"
 
 JUDGING_SECONDS = 120.0
 # To begin with, before the first problem's own tests.
-_ANY = TestSet(
-    answer=AnswerRule(
+_ANY = wire.TestSet(
+    answer=wire.AnswerRule(
         expected=["1"],
-        comparison=AnswerComparison.ANSWER_COMPARISON_EXACT,
-        extraction=AnswerExtraction.ANSWER_EXTRACTION_WHOLE,
+        comparison=wire.AnswerComparison.ANSWER_COMPARISON_EXACT,
+        extraction=wire.AnswerExtraction.ANSWER_EXTRACTION_WHOLE,
     )
 )
 # Of English and code, where no tokenizer can be had.
@@ -108,14 +99,14 @@ def known_responses(problem: Problem) -> Known:
     )
 
 
-def written_answer(rule: AnswerRule, answer: str) -> str:
+def written_answer(rule: wire.AnswerRule, answer: str) -> str:
     """The response in which the rule finds this answer."""
     match rule.extraction:
-        case AnswerExtraction.ANSWER_EXTRACTION_BOXED:
+        case wire.AnswerExtraction.ANSWER_EXTRACTION_BOXED:
             return f"\\boxed{{{answer}}}"
-        case AnswerExtraction.ANSWER_EXTRACTION_AFTER_MARKER:
+        case wire.AnswerExtraction.ANSWER_EXTRACTION_AFTER_MARKER:
             return f"{rule.marker} {answer}"
-        case AnswerExtraction.ANSWER_EXTRACTION_XML_TAG:
+        case wire.AnswerExtraction.ANSWER_EXTRACTION_XML_TAG:
             return f"<{rule.marker}>{answer}</{rule.marker}>"
     return answer
 
@@ -251,31 +242,33 @@ def _decided(judge: JudgeClient, problem: Problem, known: Known, fault: str, *, 
         verdict = judge.judge(program.encode(), problem.language, stop_early=True, deadline_seconds=JUDGING_SECONDS)
     except SpoError as error:
         return Decision(response, "internal_error", error.message, as_expected=False, invented=invented)
-    failed = next((test.detail for test in verdict.tests if test.outcome != OUTCOME_ACCEPTED and test.detail), "")
+    failed = next((test.detail for test in verdict.tests if test.outcome != wire.OUTCOME_ACCEPTED and test.detail), "")
     score = f"score {verdict.score:g}" if verdict.HasField("score") else ""
     return Decision(
         response,
-        wire_name(Outcome, verdict.outcome),
+        wire_name(wire.Outcome, verdict.outcome),
         verdict.detail or failed or score,
         _is_as_expected(problem, verdict.outcome, is_right=is_right, invented=invented),
         invented,
     )
 
 
-def _is_as_expected(problem: Problem, outcome: Outcome.ValueType, *, is_right: bool, invented: bool) -> bool | None:
+def _is_as_expected(
+    problem: Problem, outcome: wire.Outcome.ValueType, *, is_right: bool, invented: bool
+) -> bool | None:
     """Whether a verdict is the one that the response should get; None where nobody can know.
 
     A verifier that fails decides about nothing, so that is never expected. What people's own function should make of a
     response that is made up here, only they know.
     """
-    if outcome == OUTCOME_INTERNAL_ERROR:
+    if outcome == wire.OUTCOME_INTERNAL_ERROR:
         return False
     if problem.tests.HasField("scoring_function"):
-        if outcome not in (OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER):
+        if outcome not in (wire.OUTCOME_ACCEPTED, wire.OUTCOME_WRONG_ANSWER):
             return False
         if invented:
             return None
-    return (outcome == OUTCOME_ACCEPTED) == is_right
+    return (outcome == wire.OUTCOME_ACCEPTED) == is_right
 
 
 def naming_their_project(file: Path, error: InvalidInput) -> InvalidInput:

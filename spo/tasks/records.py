@@ -33,18 +33,7 @@ from spo.spec.tasks import ComparisonName, ExtractionName, StyleName
 from spo.tasks.answer import ANSWER_LANGUAGE, LONGEST_ANSWER, MAX_MARKER, XML_TAG, expectation_fault, number_of
 from spo.tasks.problem import DEFAULT_LIMITS, STATEMENT_BYTES_MAXIMUM, Problem, ResponseFormat
 from spo.tasks.separate_tests import reasons_to_share, runs_nothing
-from spo.v1.verdict_pb2 import (
-    AnswerComparison,
-    AnswerExtraction,
-    AnswerRule,
-    Checker,
-    CodeTests,
-    CodeTestStyle,
-    Limits,
-    TestCase,
-    TestIsolation,
-    TestSet,
-)
+from spo.v1 import verdict_pb2 as wire
 
 if TYPE_CHECKING:
     import pyarrow
@@ -92,7 +81,9 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
-COMPARISONS = {name: AnswerComparison.Value(f"ANSWER_COMPARISON_{name.upper()}") for name in get_args(ComparisonName)}
+COMPARISONS = {
+    name: wire.AnswerComparison.Value(f"ANSWER_COMPARISON_{name.upper()}") for name in get_args(ComparisonName)
+}
 CheckerName = Literal["tokens", "exact", "float", "unordered_lines", "case_insensitive", "special"]
 # What a verifier is told of a problem travels with its tests.
 MOST_ARGUMENTS = 65_536
@@ -390,12 +381,12 @@ class AnswerRow(RowSection):
             raise ValueError(f"{self.marker[:80]!r} is no name of an XML tag")
         return self
 
-    def rule(self) -> AnswerRule:
+    def rule(self) -> wire.AnswerRule:
         """The rule as the judge knows it."""
-        return AnswerRule(
+        return wire.AnswerRule(
             expected=self.expected,
             comparison=COMPARISONS[self.comparison],
-            extraction=AnswerExtraction.Value(f"ANSWER_EXTRACTION_{self.extraction.upper()}"),
+            extraction=wire.AnswerExtraction.Value(f"ANSWER_EXTRACTION_{self.extraction.upper()}"),
             marker=self.marker,
             absolute_tolerance=self.absolute_tolerance,
             relative_tolerance=self.relative_tolerance,
@@ -429,11 +420,11 @@ class CodeTestsRow(RowSection):
             raise ValueError(f"the tests cannot be separate from a response: {'; '.join(reasons)}")
         return self
 
-    def tests(self) -> CodeTests:
+    def tests(self) -> wire.CodeTests:
         """The tests as the judge knows them."""
-        style = CodeTestStyle.Value(f"CODE_TEST_STYLE_{self.style.upper()}")
-        isolation = TestIsolation.Value(f"TEST_ISOLATION_{self.isolation.upper() or 'UNSPECIFIED'}")
-        return CodeTests(
+        style = wire.CodeTestStyle.Value(f"CODE_TEST_STYLE_{self.style.upper()}")
+        isolation = wire.TestIsolation.Value(f"TEST_ISOLATION_{self.isolation.upper() or 'UNSPECIFIED'}")
+        return wire.CodeTests(
             style=style, before=self.before, code=self.code, entry_point=self.entry_point, isolation=isolation
         )
 
@@ -547,19 +538,20 @@ def _arguments(row: ProblemRow) -> str:
     return json.dumps(row.arguments, sort_keys=True, separators=(",", ":"))
 
 
-def _test_set(row: ProblemRow) -> TestSet:
+def _test_set(row: ProblemRow) -> wire.TestSet:
     if row.answer:
-        return TestSet(answer=row.answer.rule())
-    limits = Limits(**row.limits.model_dump())
+        return wire.TestSet(answer=row.answer.rule())
+    limits = wire.Limits(**row.limits.model_dump())
     if row.code_tests:
-        return TestSet(code_tests=row.code_tests.tests(), limits=limits)
+        return wire.TestSet(code_tests=row.code_tests.tests(), limits=limits)
     if not row.tests:
-        return TestSet()
-    return TestSet(
+        return wire.TestSet()
+    return wire.TestSet(
         tests=[
-            TestCase(stdin=test.stdin.encode(), stdout=test.stdout.encode(), public=test.public) for test in row.tests
+            wire.TestCase(stdin=test.stdin.encode(), stdout=test.stdout.encode(), public=test.public)
+            for test in row.tests
         ],
-        checker=Checker.Value(f"CHECKER_{row.checker.upper()}"),
+        checker=wire.Checker.Value(f"CHECKER_{row.checker.upper()}"),
         limits=limits,
         absolute_tolerance=row.absolute_tolerance,
         relative_tolerance=row.relative_tolerance,

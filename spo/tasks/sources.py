@@ -57,16 +57,7 @@ from spo.tasks.records import (
     rows_of,
     syntax_fault,
 )
-from spo.v1.verdict_pb2 import (
-    AnswerComparison,
-    AnswerExtraction,
-    AnswerRule,
-    CodeTests,
-    CodeTestStyle,
-    ScoringFunction,
-    TestCase,
-    TestSet,
-)
+from spo.v1 import verdict_pb2 as wire
 
 PYTHON3 = 3
 DIFFICULTIES = ("unknown", "easy", "medium", "hard", "harder", "hardest", "external", *"ABCDEFGHIJKLMNOPQRSTUV")
@@ -104,10 +95,10 @@ class PublishedTests(Columns):
             raise ValueError(f"{len(self.input)} inputs but {len(self.output)} outputs")
         return self
 
-    def cases(self, *, public: bool) -> list[TestCase]:
+    def cases(self, *, public: bool) -> list[wire.TestCase]:
         """Return the tests as the judge knows them."""
         pairs = zip(self.input, self.output, strict=True)
-        return [TestCase(stdin=given.encode(), stdout=wanted.encode(), public=public) for given, wanted in pairs]
+        return [wire.TestCase(stdin=given.encode(), stdout=wanted.encode(), public=public) for given, wanted in pairs]
 
 
 class PublishedSolutions(Columns):
@@ -225,7 +216,7 @@ def taco_problem(record: Record) -> Problem | None:
         return None
     columns = parse_record(TacoTests, Record(f"{record.place}, input_output", tests))
     cases = [
-        TestCase(stdin=_text(given), stdout=_text(wanted))
+        wire.TestCase(stdin=_text(given), stdout=_text(wanted))
         for given, wanted in zip(columns.inputs, columns.outputs, strict=True)
     ]
     return Problem(
@@ -293,11 +284,11 @@ def gsm8k_problem(record: Record) -> Problem:
         raise malformed(record.place, f"answer: no number stands after {MARKER}")
     return Problem(
         statement=f"{row.question.strip()}\n\n{GSM8K_INSTRUCTION}",
-        tests=TestSet(
-            answer=AnswerRule(
+        tests=wire.TestSet(
+            answer=wire.AnswerRule(
                 expected=[expected],
-                comparison=AnswerComparison.ANSWER_COMPARISON_NUMERIC,
-                extraction=AnswerExtraction.ANSWER_EXTRACTION_AFTER_MARKER,
+                comparison=wire.AnswerComparison.ANSWER_COMPARISON_NUMERIC,
+                extraction=wire.AnswerExtraction.ANSWER_EXTRACTION_AFTER_MARKER,
                 marker=MARKER,
             )
         ),
@@ -334,9 +325,9 @@ def function_problem(record: Record) -> Problem:
     solved = bool(row.canonical_solution.strip()) and not syntax_fault(whole)
     return Problem(
         statement=row.prompt,
-        tests=TestSet(
-            code_tests=CodeTests(
-                style=CodeTestStyle.CODE_TEST_STYLE_COMPLETION,
+        tests=wire.TestSet(
+            code_tests=wire.CodeTests(
+                style=wire.CodeTestStyle.CODE_TEST_STYLE_COMPLETION,
                 before=row.prompt,
                 code=f"{row.test.rstrip()}\n\n{_call(row.entry_point)}\n",
                 entry_point=row.entry_point,
@@ -598,7 +589,7 @@ def gym_problem(name: str, entry: Entry) -> Problem:
     answer = entry.get("answer")
     return Problem(
         statement=f"{str(entry['question']).strip()}\n\n{GYM_INSTRUCTION}",
-        tests=TestSet(scoring_function=ScoringFunction(library=LIBRARY, arguments_json=arguments)),
+        tests=wire.TestSet(scoring_function=wire.ScoringFunction(library=LIBRARY, arguments_json=arguments)),
         language=ANSWER_LANGUAGE,
         response_format="raw",
         human_solutions=(f"<{TAG}>{answer}</{TAG}>",) if answer else (),

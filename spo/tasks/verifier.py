@@ -42,23 +42,7 @@ from spo.tasks.answer import ANSWER_LANGUAGE
 from spo.tasks.problem import DEFAULT_LIMITS, Problem, extract_program, write_response
 from spo.tasks.records import malformed
 from spo.tasks.separate_tests import is_shared, reasons_to_share
-from spo.v1.verdict_pb2 import (
-    AnswerComparison,
-    AnswerExtraction,
-    AnswerRule,
-    Composition,
-    HttpScore,
-    LanguagePenalty,
-    LengthPenalty,
-    Limits,
-    ModelScore,
-    Outcome,
-    Part,
-    PartScore,
-    ScoringFunction,
-    TestSet,
-    Verdict,
-)
+from spo.v1 import verdict_pb2 as wire
 
 SANDBOX_JUDGE = "sandbox-judge"
 VERIFIER = "verifier"
@@ -100,7 +84,7 @@ MOST_PART_SCORES = 64
 _DIGITS = 9
 
 
-def pool_of(test_set: TestSet) -> str:
+def pool_of(test_set: wire.TestSet) -> str:
     """`Prompt.verifier_pool` of a problem: "verifier" where its test set asks a service or a model, else ""."""
     return VERIFIER if any(True for _ in asking(test_set)) else ""
 
@@ -110,7 +94,7 @@ def judges_named(pool: str) -> str:
     return pool or SANDBOX_JUDGE
 
 
-def asking(test_set: TestSet) -> Iterator[TestSet]:
+def asking(test_set: wire.TestSet) -> Iterator[wire.TestSet]:
     """What of a test set asks a service or a model: itself, or parts of its composition."""
     if test_set.HasField("http") or test_set.HasField("model"):
         yield test_set
@@ -118,23 +102,23 @@ def asking(test_set: TestSet) -> Iterator[TestSet]:
         yield from asking(part.verifier)
 
 
-def own_judges(test_set: TestSet) -> list[str]:
+def own_judges(test_set: wire.TestSet) -> list[str]:
     """The policies of this platform that a test set asks, as `judge_version` names them, in the order of its parts."""
     models = [one.model for one in asking(test_set) if one.HasField("model")]
     named = [one.address if one.address.startswith(OF_RUN) else one.model for one in models if _is_own(one)]
     return list(dict.fromkeys(name for name in named if name.startswith((OF_RUN, SERVED))))
 
 
-def _is_own(model: ModelScore) -> bool:
+def _is_own(model: wire.ModelScore) -> bool:
     return not model.address or model.address.startswith(OF_RUN)
 
 
-def kind_of(test_set: TestSet) -> str:
+def kind_of(test_set: wire.TestSet) -> str:
     """What decides by a test set, by the name of its field; "program" where tests of a program do."""
     return next((name for name in _KINDS if test_set.HasField(name)), "program")  # type: ignore[arg-type]
 
 
-def deciders(test_set: TestSet) -> str:
+def deciders(test_set: wire.TestSet) -> str:
     """Pool and kinds in words: "verifier: composition of http, answer"."""
     kind = kind_of(test_set).replace("_", " ")
     parts = (kind_of(part.verifier) for part in test_set.composition.parts if part.HasField("verifier"))
@@ -147,7 +131,7 @@ def composed_version(*versions: str) -> str:
     return " ".join(dict.fromkeys(version for version in versions if version))
 
 
-def versions_of_today(test_set: TestSet, versions: Mapping[str, str]) -> set[str]:
+def versions_of_today(test_set: wire.TestSet, versions: Mapping[str, str]) -> set[str]:
     """The versions that a verdict by this test set may have if today's judges made it; versions: by pool.
 
     Of a composition whose verifiers' gate failed the sandbox judge has seen nothing.
@@ -183,7 +167,7 @@ def decided_by(problems: Sequence[Problem], verifier: VerifierSpec) -> tuple[Pro
     return tuple(decided)
 
 
-def apply_verifier(problem: Problem, verifier: ProblemVerifier | PartVerifier) -> TestSet:
+def apply_verifier(problem: Problem, verifier: ProblemVerifier | PartVerifier) -> wire.TestSet:
     """What decides about responses to a problem, under a spec's verifier.
 
     Raises InvalidInput: "malformed_task" names the problem that lacks what the verifier needs, "unusable_function" the
@@ -200,24 +184,26 @@ def apply_verifier(problem: Problem, verifier: ProblemVerifier | PartVerifier) -
             return problem.tests
         case PythonVerifier():
             source = _source_of(verifier.path, verifier.function)
-            function = ScoringFunction(source=source, function=verifier.function, arguments_json=arguments_of(problem))
-            tests = TestSet(scoring_function=function, limits=_limits_of(problem))
+            function = wire.ScoringFunction(
+                source=source, function=verifier.function, arguments_json=arguments_of(problem)
+            )
+            tests = wire.TestSet(scoring_function=function, limits=_limits_of(problem))
         case HttpVerifier():
-            score = HttpScore(
+            score = wire.HttpScore(
                 url=verifier.url, arguments_json=arguments_of(problem), timeout_seconds=verifier.timeout_seconds
             )
-            tests = TestSet(http=score)
+            tests = wire.TestSet(http=score)
         case ModelVerifier():
-            tests = TestSet(model=_model_score(problem, verifier))
+            tests = wire.TestSet(model=_model_score(problem, verifier))
         case FormatVerifier():
-            rule = AnswerRule(
+            rule = wire.AnswerRule(
                 expected=[verifier.expression],
-                comparison=AnswerComparison.ANSWER_COMPARISON_REGULAR_EXPRESSION,
-                extraction=AnswerExtraction.ANSWER_EXTRACTION_WHOLE,
+                comparison=wire.AnswerComparison.ANSWER_COMPARISON_REGULAR_EXPRESSION,
+                extraction=wire.AnswerExtraction.ANSWER_EXTRACTION_WHOLE,
             )
-            return TestSet(answer=rule)
+            return wire.TestSet(answer=rule)
         case CompositionVerifier():
-            tests = TestSet(composition=Composition(parts=[_part(problem, part) for part in verifier.parts]))
+            tests = wire.TestSet(composition=wire.Composition(parts=[_part(problem, part) for part in verifier.parts]))
     tests.pass_score = verifier.pass_score
     return tests
 
@@ -264,22 +250,22 @@ def _decided_by(problem: Problem, of_job: VerifierSpec) -> Problem:
     )
 
 
-def _part(problem: Problem, part: PartSpec) -> Part:
-    built = Part(name=part.name, weight=part.weight, gate=part.gate)
+def _part(problem: Problem, part: PartSpec) -> wire.Part:
+    built = wire.Part(name=part.name, weight=part.weight, gate=part.gate)
     if part.verifier is not None:
         built.verifier.CopyFrom(apply_verifier(problem, part.verifier))
         if isinstance(part.verifier, ProgramVerifier) and problem.response_format == "fenced_last":
             built.response_format = problem.response_format
     elif part.length is not None:
-        built.length.CopyFrom(LengthPenalty(**part.length.model_dump()))
+        built.length.CopyFrom(wire.LengthPenalty(**part.length.model_dump()))
     elif part.language is not None:
-        built.language.CopyFrom(LanguagePenalty(script=part.language.script))
+        built.language.CopyFrom(wire.LanguagePenalty(script=part.language.script))
     return built
 
 
-def _model_score(problem: Problem, verifier: ModelVerifier) -> ModelScore:
+def _model_score(problem: Problem, verifier: ModelVerifier) -> wire.ModelScore:
     references = (*problem.tests.answer.expected, *problem.human_solutions)
-    return ModelScore(
+    return wire.ModelScore(
         rubric=verifier.rubric,
         statement=problem.statement,
         address=verifier.address or "",
@@ -289,7 +275,7 @@ def _model_score(problem: Problem, verifier: ModelVerifier) -> ModelScore:
     )
 
 
-def _limits_of(problem: Problem) -> Limits:
+def _limits_of(problem: Problem) -> wire.Limits:
     """Those of the problem's own tests, where it has any."""
     return problem.tests.limits if problem.tests.HasField("limits") else DEFAULT_LIMITS
 
@@ -414,13 +400,13 @@ def _bins(scores: Sequence[float], labels: Sequence[float]) -> list[ScoreBin]:
     return found
 
 
-def length_penalty(penalty: LengthPenalty, response: str) -> float:
+def length_penalty(penalty: wire.LengthPenalty, response: str) -> float:
     """0 up to the free characters, 1 from the most on, linear between."""
     beyond = len(response) - penalty.free_characters
     return min(1.0, max(0.0, beyond / (penalty.most_characters - penalty.free_characters)))
 
 
-def language_penalty(penalty: LanguagePenalty, response: str) -> float:
+def language_penalty(penalty: wire.LanguagePenalty, response: str) -> float:
     """The share of the letters that are of another script; 0 without letters."""
     beginnings = SCRIPTS[penalty.script]
     names = (_name(character) for character in response if character.isalpha())
@@ -433,7 +419,7 @@ def _name(character: str) -> str:
     return unicodedata.name(character, "UNNAMED").removeprefix("FULLWIDTH ").removeprefix("HALFWIDTH ")
 
 
-def require_composable(test_set: TestSet, require_part: Callable[[TestSet], None]) -> None:
+def require_composable(test_set: wire.TestSet, require_part: Callable[[wire.TestSet], None]) -> None:
     """Raises InvalidInput naming each field by which no score follows, those of parts at their own place.
 
     require_part: raises InvalidInput on a part's test set that cannot be judged by.
@@ -448,7 +434,7 @@ def require_composable(test_set: TestSet, require_part: Callable[[TestSet], None
         raise InvalidInput("this composition makes no score", violations=tuple(faults))
 
 
-def _faults_of_whole(test_set: TestSet) -> Iterator[FieldViolation]:
+def _faults_of_whole(test_set: wire.TestSet) -> Iterator[FieldViolation]:
     parts = test_set.composition.parts
     if not 0 < len(parts) <= MOST_PARTS:
         yield FieldViolation("/composition/parts", f"must be between 1 and {MOST_PARTS} parts")
@@ -460,7 +446,7 @@ def _faults_of_whole(test_set: TestSet) -> Iterator[FieldViolation]:
             yield FieldViolation(f"/composition/parts/{number}/name", "must not be the name of another part")
 
 
-def _faults_of_part(part: Part) -> Iterator[tuple[str, str]]:
+def _faults_of_part(part: wire.Part) -> Iterator[tuple[str, str]]:
     is_penalty = not part.HasField("verifier")
     most = 1.0 if is_penalty else MOST_WEIGHT
     if not re.fullmatch(PART_NAME, part.name):
@@ -481,7 +467,7 @@ def _faults_of_part(part: Part) -> Iterator[tuple[str, str]]:
 
 
 def _faults_of_verifier(
-    at: str, verifier: TestSet, require_part: Callable[[TestSet], None]
+    at: str, verifier: wire.TestSet, require_part: Callable[[wire.TestSet], None]
 ) -> Iterator[FieldViolation]:
     if verifier.HasField("composition"):
         yield FieldViolation(f"{at}/composition", "must not be within another composition")
@@ -492,7 +478,7 @@ def _faults_of_verifier(
         yield from (FieldViolation(f"{at}{fault.pointer}", fault.message) for fault in error.violations)
 
 
-def composed(response: str, test_set: TestSet, verdicts: Mapping[str, Verdict]) -> Verdict:
+def composed(response: str, test_set: wire.TestSet, verdicts: Mapping[str, wire.Verdict]) -> wire.Verdict:
     """One verdict from those of the parts by name; a part that was not judged is missing."""
     sum_ = _Sum(response)
     for part in test_set.composition.parts:
@@ -514,22 +500,22 @@ class _Sum:
     taken_off: float = 0.0
     stopped: str = ""
     broken: str = ""
-    failed: list[tuple[Outcome.ValueType, str]] = field(default_factory=list)
-    whole: Verdict = field(default_factory=lambda: Verdict(runs=1, cached=True))
+    failed: list[tuple[wire.Outcome.ValueType, str]] = field(default_factory=list)
+    whole: wire.Verdict = field(default_factory=lambda: wire.Verdict(runs=1, cached=True))
 
-    def add_verdict(self, part: Part, verdict: Verdict) -> None:
+    def add_verdict(self, part: wire.Part, verdict: wire.Verdict) -> None:
         """A verifier's part."""
         score = score_of(verdict)
         if score is None:
             reason = verdict.detail or "it has no score between 0 and 1"
             self.broken = self.broken or f"part {part.name}: {reason}"
             return
-        right = verdict.outcome == Outcome.OUTCOME_ACCEPTED
+        right = verdict.outcome == wire.Outcome.OUTCOME_ACCEPTED
         if not right:
             self.failed.append((verdict.outcome, f"{part.name}: {verdict.detail}"))
         if part.gate and not right:
             self.stopped = self.stopped or f"gate {part.name}: {verdict.detail}"
-        if verdict.outcome == Outcome.OUTCOME_SECURITY_VIOLATION:
+        if verdict.outcome == wire.Outcome.OUTCOME_SECURITY_VIOLATION:
             self.stopped = f"{part.name}: {verdict.detail}"
         self.earned += part.weight * score
         self.weights += part.weight
@@ -538,7 +524,7 @@ class _Sum:
             self._note(f"{part.name}.{inner.name}", inner.score, inner.detail)
         self._count(verdict)
 
-    def add_penalty(self, part: Part) -> None:
+    def add_penalty(self, part: wire.Part) -> None:
         """A penalty's part."""
         if part.HasField("length"):
             share, detail = length_penalty(part.length, self.response), f"{len(self.response)} characters"
@@ -550,32 +536,34 @@ class _Sum:
         self.taken_off += part.weight * share
         self._note(part.name, part.weight * share, detail)
 
-    def verdict(self, pass_score: float) -> Verdict:
+    def verdict(self, pass_score: float) -> wire.Verdict:
         """The verdict on all of them."""
         if self.broken:
-            return Verdict(outcome=Outcome.OUTCOME_INTERNAL_ERROR, detail=self.broken[:DETAIL_CHARACTERS], runs=1)
+            return wire.Verdict(
+                outcome=wire.Outcome.OUTCOME_INTERNAL_ERROR, detail=self.broken[:DETAIL_CHARACTERS], runs=1
+            )
         whole = self.whole
         mean = self.earned / self.weights if self.weights else 0.0
         whole.score = 0.0 if self.stopped else round(min(1.0, max(0.0, mean - self.taken_off)), _DIGITS)
         if reaches(whole.score, pass_score):
-            whole.outcome = Outcome.OUTCOME_ACCEPTED
+            whole.outcome = wire.Outcome.OUTCOME_ACCEPTED
             return whole
         whole.outcome, detail = self._first_failure()
         whole.detail = (self.stopped or detail)[:DETAIL_CHARACTERS]
         return whole
 
-    def _first_failure(self) -> tuple[Outcome.ValueType, str]:
+    def _first_failure(self) -> tuple[wire.Outcome.ValueType, str]:
         """A violation goes before all else; then the order of the parts decides."""
         if not self.failed:
-            return Outcome.OUTCOME_WRONG_ANSWER, "the score is too low: see its parts"
-        violations = [one for one in self.failed if one[0] == Outcome.OUTCOME_SECURITY_VIOLATION]
+            return wire.Outcome.OUTCOME_WRONG_ANSWER, "the score is too low: see its parts"
+        violations = [one for one in self.failed if one[0] == wire.Outcome.OUTCOME_SECURITY_VIOLATION]
         return (violations or self.failed)[0]
 
     def _note(self, name: str, score: float, detail: str) -> None:
         if len(self.whole.parts) < MOST_PART_SCORES:
-            self.whole.parts.append(PartScore(name=name, score=score, detail=detail[:PART_DETAIL_CHARACTERS]))
+            self.whole.parts.append(wire.PartScore(name=name, score=score, detail=detail[:PART_DETAIL_CHARACTERS]))
 
-    def _count(self, verdict: Verdict) -> None:
+    def _count(self, verdict: wire.Verdict) -> None:
         whole = self.whole
         for counted in ("tests_passed", "tests_total", "public_tests_passed", "public_tests_total"):
             setattr(whole, counted, getattr(whole, counted) + getattr(verdict, counted))
@@ -593,22 +581,22 @@ class _Sum:
         whole.tests.extend(verdict.tests)
 
 
-def score_of(verdict: Verdict) -> float | None:
+def score_of(verdict: wire.Verdict) -> float | None:
     """A part's score, 1 or 0 where it only knows right and wrong; None where it decides nothing."""
-    if verdict.outcome in (Outcome.OUTCOME_UNSPECIFIED, Outcome.OUTCOME_INTERNAL_ERROR):
+    if verdict.outcome in (wire.Outcome.OUTCOME_UNSPECIFIED, wire.Outcome.OUTCOME_INTERNAL_ERROR):
         return None
     if not verdict.HasField("score"):
-        return float(verdict.outcome == Outcome.OUTCOME_ACCEPTED)
+        return float(verdict.outcome == wire.Outcome.OUTCOME_ACCEPTED)
     return score_in_range(verdict.score)
 
 
-def text_for(part: Part, response: str, language: str) -> str:
+def text_for(part: wire.Part, response: str, language: str) -> str:
     """What a part is shown: programs in `language` are cut out of the response, all else sees the whole of it."""
     is_program = bool(part.verifier.tests) or part.verifier.HasField("code_tests")
     return extract_program(response, part.response_format or "fenced", language) if is_program else response
 
 
-def gate_has_failed(composition: Composition, verdicts: Mapping[str, Verdict]) -> bool:
+def gate_has_failed(composition: wire.Composition, verdicts: Mapping[str, wire.Verdict]) -> bool:
     """Whether one of these verdicts, by name of part, is of a gate that failed, so that no other part matters."""
     known = (verdicts[part.name] for part in composition.parts if part.gate and part.name in verdicts)
-    return any(score_of(verdict) is not None and verdict.outcome != Outcome.OUTCOME_ACCEPTED for verdict in known)
+    return any(score_of(verdict) is not None and verdict.outcome != wire.Outcome.OUTCOME_ACCEPTED for verdict in known)

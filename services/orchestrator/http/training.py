@@ -41,17 +41,8 @@ from services.orchestrator.leases import (
     training_series,
 )
 from services.orchestrator.replicas import announced_version, applied_by, published_versions
-from spo import api, redis_keys
+from spo import api, errors, redis_keys
 from spo.api import CompletionRequest, EvaluationRequest
-from spo.errors import (
-    FieldViolation,
-    IntegrityError,
-    InvalidInput,
-    NotFound,
-    NotReady,
-    PreconditionFailed,
-    storage_faults_named,
-)
 from spo.model.chat import turns
 from spo.rpc.client import generate
 from spo.spec.job_spec import EvaluationSpec, SourceName
@@ -94,15 +85,15 @@ def weights_as_members(context: AppContext, job_id: str, version: int, *, merge:
     """
     published = {int(found["version"]): found["manifest_digest"] for found in published_versions(context.jobs, job_id)}
     if version not in published:
-        raise NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
+        raise errors.NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
     stored = context.weight_store.open(job_id, version)
     if stored.manifest_digest != published[version]:
-        raise IntegrityError(f"{stored.uri} is not the version that was published")
+        raise errors.IntegrityError(f"{stored.uri} is not the version that was published")
     # Beside the weights where they are a folder, so that links take the place of copies.
     place = context.settings.state_path.absolute() / "downloads"
     place.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(place)
-    with storage_faults_named(place, stored.size_bytes), tempfile.TemporaryDirectory(dir=place) as writing:
+    with errors.storage_faults_named(place, stored.size_bytes), tempfile.TemporaryDirectory(dir=place) as writing:
         model = context.files.models.expected(context.jobs.spec(job_id).model.path)
         write_export(model, stored, Path(writing) / "model", merge=merge)
         return open_members(Path(writing) / "model")
@@ -180,7 +171,7 @@ def weight_version(
     for found in version_documents(context, job_id):
         if found.version == version:
             return found
-    raise NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
+    raise errors.NotFound(f"job {job_id} has no weight version {version}", code="weight_version_not_found")
 
 
 @router.get(
@@ -222,7 +213,7 @@ def request_evaluation(
     context.require_usable(tasks, principal.sees_tenant)
     if body.samples < max(body.ks):
         message = f"pass@{max(body.ks)} needs at least {max(body.ks)} samples"
-        raise InvalidInput(message, code="invalid_request", violations=(FieldViolation("/ks", message),))
+        raise errors.InvalidInput(message, code="invalid_request", violations=(errors.FieldViolation("/ks", message),))
     protocol = EvaluationSpec(
         samples=body.samples,
         temperature=body.temperature,
@@ -260,7 +251,7 @@ def cancel_evaluation(context: ContextDep, principal: PrincipalDep, evaluation_i
 def _visible(context: AppContext, principal: Principal, evaluation_id: str) -> RequestedEvaluation:
     found = context.evaluations.requests.get(evaluation_id)
     if not _may_see(principal, found):
-        raise NotFound(f"there is no evaluation {evaluation_id}", code="evaluation_not_found")
+        raise errors.NotFound(f"there is no evaluation {evaluation_id}", code="evaluation_not_found")
     return found
 
 
@@ -274,8 +265,8 @@ def _version(context: AppContext, body: EvaluationRequest) -> int:
     heads = {head.step: head for head in recorded_checkpoints(context.redis, body.job_id)}
     if body.checkpoint_step not in heads:
         message = f"job {body.job_id} has checkpoints at {sorted(heads) or 'no step'}"
-        raise InvalidInput(
-            message, code="invalid_evaluation", violations=(FieldViolation("/checkpoint_step", message),)
+        raise errors.InvalidInput(
+            message, code="invalid_evaluation", violations=(errors.FieldViolation("/checkpoint_step", message),)
         )
     return heads[body.checkpoint_step].weight_version
 
@@ -318,11 +309,11 @@ def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> api
     )
     try:
         trajectories = generate(context.inference, group, kept={})
-    except (NotReady, PreconditionFailed):
+    except (errors.NotReady, errors.PreconditionFailed):
         if context.jobs.state(job_id) not in TERMINAL:
             raise
         message = f"job {job_id} has ended, and no replica serves it any more"
-        raise PreconditionFailed(message, code="policy_not_served") from None
+        raise errors.PreconditionFailed(message, code="policy_not_served") from None
     return api.Completions(
         items=[
             api.Completion(
@@ -488,7 +479,7 @@ def prompt_document(context: AppContext, job_id: str, prompt_id: str) -> api.Pro
     tasks = context.library.load(spec.tasks)
     problem = next((known for known in (*tasks.train, *tasks.evaluation) if known.problem_id == prompt_id), None)
     if problem is None:
-        raise NotFound(f"job {job_id} has no prompt {prompt_id}", code="prompt_not_found")
+        raise errors.NotFound(f"job {job_id} has no prompt {prompt_id}", code="prompt_not_found")
     raw = context.redis.hget(redis_keys.run_values(job_id), prompt_id)
     value = PromptValue.FromString(raw) if raw else None
     estimate = qhat_0(value, spec) if value else None

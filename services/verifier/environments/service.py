@@ -48,21 +48,11 @@ from spo.rpc.client import DEFAULT_DEADLINE_SECONDS, RpcClient
 from spo.spec.reward import score_in_range
 from spo.spec.tasks import setup_from_json
 from spo.tasks.problem import extract_program
-from spo.v1 import environment_service_pb2 as wire
+from spo.v1 import environment_service_pb2 as wire, verdict_pb2
 from spo.v1.environment_service_pb2 import BeginRequest, BeginResponse, Observation, StepRequest, StepResponse, Turn
 from spo.v1.environment_service_pb2_grpc import EnvironmentServiceServicer, EnvironmentServiceStub
 from spo.v1.judge_service_pb2 import PRIORITY_TRAINING, JudgeRequest, JudgeResponse, UploadTestsRequest
 from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
-from spo.v1.verdict_pb2 import (
-    CHECKER_TOKENS,
-    OUTCOME_ACCEPTED,
-    OUTCOME_INTERNAL_ERROR,
-    OUTCOME_WRONG_ANSWER,
-    Limits,
-    TestCase,
-    TestSet,
-    Verdict,
-)
 
 # JSON values: an episode's state travels with it.
 State = dict[str, Any]
@@ -119,7 +109,7 @@ class Reply:
     state: State = field(default_factory=dict)
     done: bool = False
     score: float | None = None
-    verdict: Verdict | None = None
+    verdict: verdict_pb2.Verdict | None = None
     label: str = ""
 
 
@@ -216,7 +206,7 @@ def _state_written(state: State, most_bytes: int) -> bytes:
 _FENCE = "```"
 
 # What a program printed is no failure, whatever was expected of it.
-_RAN = (OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER)
+_RAN = (verdict_pb2.OUTCOME_ACCEPTED, verdict_pb2.OUTCOME_WRONG_ANSWER)
 MARGIN_SECONDS = 1.0
 
 TAG = "calculator"
@@ -290,7 +280,9 @@ class Sandbox:
 
     judge: RpcClient
 
-    def verdict(self, program: str, language: str, tests_digest: str, seconds: float, output_bytes: int = 0) -> Verdict:
+    def verdict(
+        self, program: str, language: str, tests_digest: str, seconds: float, output_bytes: int = 0
+    ) -> verdict_pb2.Verdict:
         """The verdict with each test's result up to the first failure.
 
         Raises NotReady when the judge could not decide, and what the judge raises.
@@ -305,11 +297,11 @@ class Sandbox:
             output_bytes=output_bytes,
         )
         response: JudgeResponse = self.judge.call("Judge", request, max(MARGIN_SECONDS, seconds - MARGIN_SECONDS))
-        if response.verdicts[0].outcome == OUTCOME_INTERNAL_ERROR:
+        if response.verdicts[0].outcome == verdict_pb2.OUTCOME_INTERNAL_ERROR:
             raise NotReady("the judge could not run a program", code="judge_fault")
         return response.verdicts[0]
 
-    def output(self, program: str, limits: TestSet, seconds: float, output_bytes: int) -> str:
+    def output(self, program: str, limits: verdict_pb2.TestSet, seconds: float, output_bytes: int) -> str:
         """What a Python program prints when it is given no input, or how it failed; `limits`: one test without output.
 
         Raises as `verdict`.
@@ -420,11 +412,13 @@ class PythonTool:
         return Reply(printed or "(no output)", label=TOOL)
 
 
-def _limits(setup: Setup) -> TestSet:
+def _limits(setup: Setup) -> verdict_pb2.TestSet:
     setup.only("calls", "seconds", "output_bytes")
     seconds = setup.number("seconds", 5, 1, 20)
-    limits = Limits(cpu_seconds=seconds, wall_seconds=2 * seconds)
-    return TestSet(tests=[TestCase(public=True)], checker=CHECKER_TOKENS, limits=limits)
+    limits = verdict_pb2.Limits(cpu_seconds=seconds, wall_seconds=2 * seconds)
+    return verdict_pb2.TestSet(
+        tests=[verdict_pb2.TestCase(public=True)], checker=verdict_pb2.CHECKER_TOKENS, limits=limits
+    )
 
 
 class RetryWithErrors:
@@ -448,8 +442,8 @@ class RetryWithErrors:
         verdict = self._sandbox.verdict(program, language, _public_tests(setup), setup.seconds)
         attempts = int(state["attempts"]) + 1
         passed = verdict.public_tests_passed / max(1, verdict.public_tests_total)
-        label = "passes the public tests" if verdict.outcome == OUTCOME_ACCEPTED else "fails a public test"
-        if verdict.outcome == OUTCOME_ACCEPTED or attempts >= setup.number("attempts", ATTEMPTS, 1, 100):
+        label = "passes the public tests" if verdict.outcome == verdict_pb2.OUTCOME_ACCEPTED else "fails a public test"
+        if verdict.outcome == verdict_pb2.OUTCOME_ACCEPTED or attempts >= setup.number("attempts", ATTEMPTS, 1, 100):
             return Reply(done=True, score=passed, label=label)
         text = setup.text("message", MESSAGE).replace("{detail}", verdict.detail)
         return Reply(text, {"attempts": attempts}, score=passed, label=label)
@@ -478,8 +472,11 @@ class TextGame:
         number, used = int(state["number"]), int(state["used"]) + 1
         found = _NUMBER.findall(action)
         if found and int(found[-1]) == number:
-            won = Verdict(
-                outcome=OUTCOME_ACCEPTED, judge_version=DECIDED_BY, detail=f"guessed with guess {used}", runs=1
+            won = verdict_pb2.Verdict(
+                outcome=verdict_pb2.OUTCOME_ACCEPTED,
+                judge_version=DECIDED_BY,
+                detail=f"guessed with guess {used}",
+                runs=1,
             )
             return Reply(done=True, score=1.0, verdict=won, label="guess")
         verdict = _lost("no guess was right")
@@ -500,8 +497,10 @@ def _rules(setup: Setup) -> tuple[int, int, int]:
     return low, high, setup.number("guesses", 7, 1, 100)
 
 
-def _lost(detail: str) -> Verdict:
-    return Verdict(outcome=OUTCOME_WRONG_ANSWER, judge_version=DECIDED_BY, detail=detail, runs=1)
+def _lost(detail: str) -> verdict_pb2.Verdict:
+    return verdict_pb2.Verdict(
+        outcome=verdict_pb2.OUTCOME_WRONG_ANSWER, judge_version=DECIDED_BY, detail=detail, runs=1
+    )
 
 
 class RemoteEnvironment:
@@ -537,11 +536,11 @@ class RemoteEnvironment:
             label=said.label,
         )
 
-    def _checked(self, verdict: Verdict) -> Verdict:
+    def _checked(self, verdict: verdict_pb2.Verdict) -> verdict_pb2.Verdict:
         """Only what a verdict on an episode may say."""
-        if verdict.outcome not in (OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER):
+        if verdict.outcome not in (verdict_pb2.OUTCOME_ACCEPTED, verdict_pb2.OUTCOME_WRONG_ANSWER):
             raise self._broken(f"gave a verdict with the outcome {verdict.outcome}")
-        checked = Verdict(outcome=verdict.outcome, detail=verdict.detail[:_SHOWN], runs=1)
+        checked = verdict_pb2.Verdict(outcome=verdict.outcome, detail=verdict.detail[:_SHOWN], runs=1)
         checked.judge_version = verdict.judge_version[:100] or self.name
         if verdict.HasField("score"):
             score = score_in_range(verdict.score)
