@@ -36,9 +36,9 @@ from services.sandbox_judge.executor import JudgeFault, ProgramRun, RunEnding, R
 from services.sandbox_judge.isolation import Executable
 from services.sandbox_judge.jail.loading import UNCOMPILABLE, Sent
 from services.sandbox_judge.jail.program import STARVATION
-from services.sandbox_judge.jail.proxies import LOST
 from services.sandbox_judge.jail.running import ENDED, NOT_A_PROGRAM, WRONG, proof_of
 from services.sandbox_judge.jail.tests_child import plan
+from services.sandbox_judge.jail.wire import LOST
 from services.sandbox_judge.program_judge import DETAIL_CHARACTERS, Cancelled, JudgeOptions, encoded, result_of
 from services.sandbox_judge.sandbox_worker import PreparedProgram, Role, SandboxWorker
 from spo.errors import NotReady

@@ -20,12 +20,15 @@ from operator import attrgetter, itemgetter, methodcaller
 from types import BuiltinFunctionType, CoroutineType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import NoReturn, cast
 
-from services.sandbox_judge.jail.coroutines import TestsCoroutines, run_apart, running_loop
+from services.sandbox_judge.jail.coroutines import TestsCoroutines, running_loop
 from services.sandbox_judge.jail.lending import LendingCodec
+from services.sandbox_judge.jail.served import SERVED, is_mock, serve_output
 from services.sandbox_judge.jail.source import Source
 from services.sandbox_judge.jail.wire import (
     BINARY,
+    BROKEN,
     FIXED,
+    LOST,
     NAMED,
     SPECIAL,
     Foreign,
@@ -41,8 +44,6 @@ from services.sandbox_judge.jail.wire import (
     refresh,
 )
 
-# How this process ends where the response is gone, or has written to the channel what no response writes.
-LOST, BROKEN = 14, 15
 # Calls within calls, of the response by the tests and the other way round.
 MOST_NESTED = 200
 MOST_DRAWN = 1_000_000
@@ -260,7 +261,7 @@ class Remote(LendingCodec):
             if type(number) is int:
                 self.lending.hold(number, self._arguments[place])
         if printed:
-            _serve_output(self, printed)
+            serve_output(self, printed)
         if outcome == "return":
             return result
         if not isinstance(result, BaseException):
@@ -311,7 +312,7 @@ class Remote(LendingCodec):
         """Do what the response asks of an object that was handed to it; the frame that says what came of it."""
         try:
             self.lending.take(changes)
-            result = _SERVED[operation](self, *arguments)
+            result = SERVED[operation](self, *arguments)
             self.lend_each(result if type(result) is tuple else (result,))
             return self.dumps(("return", result, self.lending.changes()))
         except BaseException as error:
@@ -575,13 +576,9 @@ def _is_function(value: Foreign) -> bool:
     return isinstance(value, FunctionType) or type(value).__name__ == "_lru_cache_wrapper"
 
 
-def _is_mock(value: object) -> bool:
-    return type(value).__module__ == "unittest.mock"
-
-
 def _is_visitor(value: object) -> bool:
     kind = type(value)
-    return kind.__module__ in ("tests", "test_solution") or kind in _VISITING or _is_mock(value)
+    return kind.__module__ in ("tests", "test_solution") or kind in _VISITING or is_mock(value)
 
 
 def _word_of(self: Foreign, other: object) -> bool:
@@ -692,82 +689,6 @@ def _coroutine(sender: Remote, number: object) -> Coroutine[Foreign, Foreign, Fo
     target = _Number(number)
     made: Coroutine[Foreign, Foreign, Foreign] = sender.once(target, lambda: sender.coroutines.awaited(target))
     return made
-
-
-def _serve_call(sender: Remote, number: object, positional: Foreign, named: Foreign) -> object:
-    return sender.handed("call", number)(*positional, **named)
-
-
-def _serve_special(sender: Remote, number: object, name: object, positional: Foreign, named: Foreign) -> object:
-    target = sender.handed("visit", number)
-    if name not in SPECIAL:
-        raise TypeError("no such method was handed in")
-    return getattr(type(target), name)(target, *positional, **named)
-
-
-def _serve_get(sender: Remote, number: object, name: object) -> object:
-    target = sender.handed("visit", number)
-    if type(name) is not str or name.startswith("_") or (_is_mock(target) and name in dir(type(target)())):
-        raise AttributeError(name)
-    return getattr(target, name)
-
-
-def _serve_set(sender: Remote, number: object, name: object, value: object) -> None:
-    target = sender.handed("visit", number)
-    methods = (FunctionType, staticmethod, classmethod)
-    if type(name) is not str or name.startswith("_") or isinstance(vars_of(type(target)).get(name), methods):
-        raise AttributeError(name)
-    if _is_mock(target) or isinstance(target, io.StringIO):
-        raise AttributeError(name)
-    setattr(target, name, value)
-
-
-def vars_of(kind: type) -> dict[str, object]:
-    """What instances of a class find in it and its bases."""
-    return {name: value for each in reversed(kind.__mro__) for name, value in vars(each).items()}
-
-
-def _serve_next(sender: Remote, number: object) -> tuple[bool, object]:
-    try:
-        return True, next(sender.handed("next", number))
-    except StopIteration:
-        return False, None
-
-
-def _serve_input(sender: Remote, prompt: object) -> str:
-    import builtins
-
-    return builtins.input(prompt)
-
-
-def _serve_stdin(sender: Remote, method: object, size: object) -> str:
-    if method not in ("read", "readline") or type(size) is not int:
-        raise TypeError("no such method")
-    return str(getattr(sys.stdin, method)(size))
-
-
-def _serve_output(sender: Remote, texts: Foreign) -> None:
-    """What the response has printed, and what of errors; those only where the tests look at them."""
-    if type(texts) is not tuple or [type(text) for text in texts] != [str, str]:
-        end(BROKEN, "the response has broken its channel")
-    printed, errors = texts
-    with contextlib.suppress(ValueError):
-        sys.stdout.write(printed)
-        if errors and sys.stderr is not sys.__stderr__:
-            sys.stderr.write(errors)
-
-
-_SERVED: dict[object, Callable[..., object]] = {
-    "call": _serve_call,
-    "dunder": _serve_special,
-    "get": _serve_get,
-    "set": _serve_set,
-    "next": _serve_next,
-    "input": _serve_input,
-    "stdin": _serve_stdin,
-    "output": _serve_output,
-    "await": lambda sender, number: run_apart(sender.handed("await", number)),
-}
 
 
 def _module(sender: Remote, name: object, number: object, reference: object) -> object:

@@ -678,6 +678,10 @@ def chance_in(library: str, state: Foreign) -> object:
     return numpy.random.Generator(bits)
 
 
+# How a process ends where the response is gone, or has written to the channel what no response writes.
+LOST, BROKEN = 14, 15
+
+
 def end(status: int, text: str = "") -> NoReturn:
     """End this process at once, whatever runs in it."""
     if text:
