@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -24,6 +23,14 @@ CALL = ServedCall(id="c0", name="weather", arguments_json='{"place": "Oslo"}')
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
 FUNCTION: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}
 CUSTOM: Any = {"name": "weather", "input_schema": PARAMETERS}
+
+
+@pytest.fixture(name="anthropic", scope="module")
+def package_of_anthropic() -> Any:
+    """Loaded where it is used: its 3,000 modules took every worker five CPU seconds."""
+    import anthropic
+
+    return anthropic
 
 
 @pytest.fixture
@@ -65,7 +72,7 @@ def test_an_episode_in_responses_is_one_path(agent: Agent, *, streams: bool) -> 
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_episode_in_messages_is_one_path(agent: Agent, *, streams: bool) -> None:
+def test_an_episode_in_messages_is_one_path(agent: Agent, anthropic: Any, *, streams: bool) -> None:
     double = agent.counter.peers.inference
     double.calls = [CALL]
     url = agent.grant["base_url"].removesuffix("/v1")
@@ -101,7 +108,9 @@ def test_an_episode_in_messages_is_one_path(agent: Agent, *, streams: bool) -> N
     assert asked(agent.counter)[0]["content"] == "be brief"
 
 
-def test_served_policies_answer_in_both_without_a_session_and_refuse_in_the_words_of_each(counter: Counter) -> None:
+def test_served_policies_answer_in_both_without_a_session_and_refuse_in_the_words_of_each(
+    counter: Counter, anthropic: Any
+) -> None:
     with openai.OpenAI(base_url=f"{counter.url}/v1", api_key=KEY, max_retries=0) as client:
         assert client.responses.create(model=counter.job_id, input="x").output_text == "one two three"
         with pytest.raises(openai.BadRequestError) as refused:
@@ -153,7 +162,7 @@ def test_what_no_policy_reads_is_refused_by_name(counter: Counter, path: str, bo
     assert named in refused.text.replace(".", "/")
 
 
-def test_the_packages_try_again_what_passes_and_stop_at_what_does_not(counter: Counter) -> None:
+def test_the_packages_try_again_what_passes_and_stop_at_what_does_not(counter: Counter, anthropic: Any) -> None:
     full, long, busy = Agent(counter, max_calls=1), Agent(counter, max_tokens=5), Agent(counter)
     asked_of = Requests(counter)
     for agent in (full, long):
