@@ -266,6 +266,14 @@ def real_demo(
     run_real_demo(seed)
 
 
+@app.command("agents-demo")
+def agents_demo(seed: Annotated[int, typer.Option(min=0, help="Seed of the job.")] = 0) -> None:
+    """A program with the package openai guesses numbers, and a policy learns from it; runs/agents-demo/report.json."""
+    from spo.demo.agents import run_agents_demo
+
+    run_agents_demo(seed)
+
+
 @app.command("demo-experience")
 def demo_experience() -> None:
     """Run two jobs, the second from the first one's experience, and write runs/demo-experience/report.{json,png,md}."""

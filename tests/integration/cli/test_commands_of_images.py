@@ -106,6 +106,7 @@ def test_a_command_whose_package_is_not_there_names_it(image: tuple[str, dict[st
         "toy-model --hard made": "torch",
         "real-demo": "",
         "demo-loop": "",
+        "agents-demo": "",
         "demo-experience": "",
         "reproduce --quick": "",
     }

@@ -1,0 +1,217 @@
+"""`spo agents-demo`: a program with the package openai and no line of ours is played by a policy that learns from it.
+
+    pi0 (made here, 20 s) -> a job with a harness -> spo agents run --harness guess=... -> runs/agents-demo/report.json
+
+Success is that of games against the first and the last weights, played by the same program in sessions of its own and
+never trained on; where the intervals overlap the report says that no learning is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from spo.api.platform import JsonObject, ReadJson
+from spo.client import Client
+from spo.client.models import Job
+from spo.console import ExitCode, console
+from spo.demo import guess
+from spo.errors import NotReady
+from spo.local.launcher import LauncherSettings, LocalPlatform, signals_interrupt
+from spo.observability import configure_logs
+
+NAME = "agents-demo"
+HARNESS = "guess"
+GAMES = 64
+# Against each of two versions of the weights.
+TRIALS = 200
+AT_ONCE = 4
+MODEL_SECONDS = 900.0
+LONGEST_DEMO_SECONDS = 3600.0
+PLAIN_EVERY_SECONDS = 10.0
+# Of the sessions that were trained on: so many are looked at for breaks.
+TRACED = 100
+JOB: JsonObject = {
+    "name": NAME,
+    "model": {"dtype": "float32", "max_prompt_tokens": 8, "max_response_tokens": 24},
+    "tasks": {
+        "kind": "jsonl",
+        "evaluation_problems": 0,
+        "harness": {"name": HARNESS, "max_calls": guess.GUESSES, "max_seconds": 300},
+    },
+    "value": None,
+    "algorithm": {"beta": 0.2, "losses": [{"objective": "group_centred_squared"}]},
+    "rollout": {"samples_per_prompt": 8, "temperature": 1.0, "top_p": 1.0},
+    "offline": {"human_solutions": False, "keep_reference_samples": False},
+    "replay": {
+        "mix": [{"source": "online", "share": 1.0}],
+        "unit": "group",
+        # An episode costs two seconds of a processor, most of them the import of the package.
+        "samples_per_insert": 8.0,
+        "min_online": 64,
+        "error_buffer": 64,
+    },
+    "trainer": {
+        "steps": 40,
+        "batch_size": 64,
+        "micro_batch_size": 64,
+        "learning_rate": 1e-3,
+        "adam_betas": [0.9, 0.98],
+        "weight_decay": 0.0,
+        "warmup_steps": 5,
+        "max_grad_norm": 1.0,
+        "update_interval": 4,
+        "checkpoint_interval": 40,
+    },
+}
+
+
+def run_agents_demo(seed: int = 0) -> None:
+    """Run the demo in the foreground; exits with a status that says whether the job succeeded. Raises SpoError."""
+    configure_logs("launcher", level="error", log_format="console")
+    require_package()
+    settings = LauncherSettings()
+    folder = (settings.runs_path / NAME).absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    began = time.monotonic()
+    with signals_interrupt(), LocalPlatform(NAME, folder / "state", settings) as platform:
+        build_model(folder / "pi0")
+        platform.wait_until_ready()
+        with Client(platform.http_url, retry_seconds=60) as client:
+            job = client.submit(job_document(folder, seed))
+            with runner(platform.http_url, folder):
+                job = follow(client, job)
+            report = report_of(client, job) | {"seconds": round(time.monotonic() - began)}
+        report["cpu_seconds"] = round(sum(platform.cpu_seconds().values()))
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    console.print(summary(report), markup=False, highlight=False, soft_wrap=True)
+    if job.state != "succeeded":
+        raise SystemExit(ExitCode.JOB_DID_NOT_SUCCEED)
+
+
+def require_package() -> None:
+    """Raises NotReady (code "package_missing") where the program that plays cannot start."""
+    try:
+        import openai  # noqa: F401
+    except ImportError:
+        raise NotReady(
+            "the demo's program needs the package openai: `pip install openai`", code="package_missing"
+        ) from None
+
+
+def build_model(folder: Path) -> None:
+    """Make pi0, in a process of its own. Raises NotReady."""
+    command = [sys.executable, "-m", "spo.demo.guess_model", str(folder)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=MODEL_SECONDS, check=False)
+    if made.returncode != 0:
+        raise NotReady(f"pi0 was not made: {made.stderr[-2000:]}")
+
+
+def job_document(folder: Path, seed: int) -> JsonObject:
+    """The job, with its games and its model where they are."""
+    games = [f"game {game} of {seed}: {1 + game % 8}" for game in range(GAMES)]
+    rows = [{"statement": each, "answer": {"expected": [each.split()[-1]]}} for each in games]
+    (folder / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = {**JOB["model"], "path": str(folder / "pi0")}
+    return {**JOB, "seed": seed, "model": model, "tasks": {**JOB["tasks"], "path": str(folder / "games.jsonl")}}
+
+
+@contextlib.contextmanager
+def runner(url: str, folder: Path) -> Iterator[None]:
+    """`spo agents run` as a person starts it, ended by SIGTERM."""
+    play = f"{sys.executable} {guess.__file__}"
+    command = [sys.executable, "-m", "spo.cli", "agents", "run", "--harness", f"{HARNESS}={play}"]
+    with (folder / "runner.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--score", f"{play} score", "--most", str(AT_ONCE)],
+            env=os.environ | {"SPO_API_URL": url},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def follow(client: Client, job: Job) -> Job:
+    """The job once it has ended; says how far it is. Raises NotReady (code "wait_timeout")."""
+    told = -math.inf
+
+    def tell(now: Job) -> None:
+        nonlocal told
+        if time.monotonic() - told >= PLAIN_EVERY_SECONDS:
+            told = time.monotonic()
+            reward = client.metrics(now.id, max_points=1).latest("reward")
+            shown = "" if reward is None else f", {1 + reward:.2f} of the last batch won"
+            console.print(f"{now.state}: step {now.progress.step} of {now.progress.steps}{shown}", highlight=False)
+
+    return client.wait(job.id, LONGEST_DEMO_SECONDS, tell)
+
+
+def report_of(client: Client, job: Job) -> JsonObject:
+    """What was learnt, and how exactly: breaks and trained tokens of the sessions that were trained on."""
+    newest = max(version.version for version in client.weights(job.id))
+    before, after = (trial(client, job.id, version) for version in (0, newest))
+    kept = client.trajectories(job.id, limit=100_000)
+    played = [session for session in client.agents.all(job.id) if session.closed == "finished" and session.problem_id]
+    trees = [client.agents.tree(session.id).calls for session in played[:TRACED]]
+    calls = [call for tree in trees for call in tree]
+    return {
+        "job_id": job.id,
+        "state": job.state,
+        "episodes": len(kept),
+        "before": before,
+        "after": after,
+        "learning_is_shown": after["interval"][0] > before["interval"][1],
+        "calls_looked_at": len(calls),
+        "breaks": sum(bool(call.reason) for call in calls),
+    }
+
+
+def trial(client: Client, job_id: str, version: int) -> JsonObject:
+    """Games against one version of the weights, each number as often, with a Wilson interval of 95 %."""
+    import openai
+
+    def won(game: int) -> bool:
+        number = 1 + game % 8
+        grant = client.agents.open(job_id, version=version, max_calls=guess.GUESSES)
+        with openai.OpenAI(base_url=grant.base_url, api_key=grant.key, max_retries=5) as agent:
+            right = guess.is_right(guess.play(agent, number), number)
+        client.agents.finish(grant.id, {"token": grant.token, "status": "finished", "reward": float(right)})
+        return right
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        wins = sum(threads.map(won, range(TRIALS)))
+    return {"version": version, "games": TRIALS, "won": wins / TRIALS, "interval": wilson(wins, TRIALS)}
+
+
+def wilson(wins: int, games: int) -> list[float]:
+    """The 95 % interval of a share."""
+    z, share = 1.96, wins / games
+    middle, scale = share + z * z / (2 * games), 1 + z * z / games
+    half = z * math.sqrt(share * (1 - share) / games + z * z / (4 * games * games))
+    return [round((middle - half) / scale, 4), round((middle + half) / scale, 4)]
+
+
+def summary(report: ReadJson) -> str:
+    """What it came to, in a line."""
+    shown = " -> ".join(
+        f"{side['won']:.3f} [{side['interval'][0]:.2f}, {side['interval'][1]:.2f}]"
+        for side in (report["before"], report["after"])
+    )
+    learnt = "" if report["learning_is_shown"] else "; no learning shown"
+    breaks = f"{report['breaks']} breaks in {report['calls_looked_at']} calls"
+    return f"games won in three guesses: {shown}{learnt}; {report['episodes']} episodes, {breaks}"
