@@ -26,6 +26,7 @@ from spo.client import Client
 from spo.client.models import Job
 from spo.console import ExitCode, console
 from spo.demo import guess
+from spo.demo.demo import LONGEST_DEMO_SECONDS, MODEL_SECONDS, PLAIN_EVERY_SECONDS
 from spo.errors import NotReady
 from spo.local.launcher import LauncherSettings, LocalPlatform, signals_interrupt
 from spo.observability import configure_logs
@@ -36,9 +37,6 @@ GAMES = 64
 # Against each of two versions of the weights.
 TRIALS = 200
 AT_ONCE = 4
-MODEL_SECONDS = 900.0
-LONGEST_DEMO_SECONDS = 3600.0
-PLAIN_EVERY_SECONDS = 10.0
 # Of the sessions that were trained on: so many are looked at for breaks.
 TRACED = 100
 JOB: JsonObject = {
