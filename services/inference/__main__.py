@@ -13,13 +13,14 @@ def main() -> int:
     settings = Settings()
     process = ServiceProcess("inference", settings, long_polls=settings.served_streams)
     process.answer_probes("loads its libraries")
+    # Before they take their time: whoever has no part in this platform is refused at once.
+    client = process.hold_state(join_platform(settings))
     # Imported late: probes are answered while these take their time.
     from services.inference.engine_thread import EngineDeaths
     from services.inference.replica import ServingReplica
     from services.inference.rollouts import RolloutWorker
     from services.inference.service import InferenceService, ServedRuns
 
-    client = process.hold_state(join_platform(settings))
     replica = ServingReplica(settings, client, process.server.set_serving, process.stop.set)
     worker = RolloutWorker(client, replica, process.replica_id, settings)
     runs = ServedRuns(client)

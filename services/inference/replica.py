@@ -10,7 +10,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +46,8 @@ FOLLOW_SECONDS = 1.0
 RETRY_SECONDS = 5.0
 # How often it is asked whether a model that killed engines may be tried again.
 REFUSED_SECONDS = 60.0
+# What takes so long is told while it goes on: storage may be silent for minutes before that is an error.
+LASTS_TELL_SECONDS = 15.0
 # How often weights that were refused as damaged are looked at again.
 REPAIR_SECONDS = 10.0
 
@@ -105,6 +108,8 @@ class ServingReplica:
         self._serves: Weights | None = None
         self._look_again_at = math.inf
         self._problem = ""
+        # Since when, and what, in words.
+        self._in_hand: tuple[float, str] | None = None
         # The run whose model this replica has given up on for now.
         self._refused_run = ""
         self._is_ready = False
@@ -125,7 +130,7 @@ class ServingReplica:
     def report(self, request: orchestrator.HeartbeatRequest) -> None:
         """Fill in what is served, how full the engine is, and why an announced version could not be loaded."""
         assignment = self._assignment
-        request.problem = self._problem or (assignment.engine.problem if assignment else "")
+        request.problem = self._long() or self._problem or (assignment.engine.problem if assignment else "")
         request.head_sizes.extend(head_sizes())
         request.device_memory_bytes.extend(self._devices)
         request.accelerated = is_accelerated()
@@ -137,6 +142,12 @@ class ServingReplica:
             groups = min(self._settings.groups_in_flight, self.groups_in_hand)
             room = min(self._settings.max_sequences, groups * assignment.spec.rollout.samples_per_prompt)
             request.load = min(1.0, assignment.engine.running_sequences / room)
+
+    def _long(self) -> str:
+        """What the worker has had in hand for LASTS_TELL_SECONDS, in words; "" for nothing."""
+        since, what = self._in_hand or (math.inf, "")
+        seconds = time.monotonic() - since
+        return f"{what} has taken {seconds:.0f} s so far" if seconds >= LASTS_TELL_SECONDS else ""
 
     # --- serving threads ---
 
@@ -195,7 +206,8 @@ class ServingReplica:
         if not self._refused_run:
             self._not_ready(f"loads the model of run {requested.run_id}")
         try:
-            assignment = self._assign(requested, stop)
+            with self._doing(f"to load the model of run {requested.run_id}"):
+                assignment = self._assign(requested, stop)
             if assignment:
                 if self._refused_run:
                     self._problem = self._refused_run = ""
@@ -210,6 +222,14 @@ class ServingReplica:
             self._not_ready(self._problem)
             log.error("cannot serve the assigned run; will try again", run=requested.run_id, reason=str(error))
             stop.wait(RETRY_SECONDS)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        before, self._in_hand = self._in_hand, (time.monotonic(), what)
+        try:
+            yield
+        finally:
+            self._in_hand = before
 
     def _ready(self) -> None:
         self._is_ready = True
@@ -346,8 +366,9 @@ class ServingReplica:
         if self._settings.weight_transfer == "files":
             sent = None
         try:
-            weights = assignment.versions.offered(*of_run, sent) if sent else None
-            weights = weights or assignment.versions.resolve(*of_run)
+            with self._doing(f"to fetch the weights of version {announced.version}"):
+                weights = assignment.versions.offered(*of_run, sent) if sent else None
+                weights = weights or assignment.versions.resolve(*of_run)
         except SpoError as error:
             if error.retryable:
                 raise

@@ -7,7 +7,7 @@ import sys
 from services.orchestrator.commit import Leadership
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.app import HttpServer, freeze_gc
-from services.orchestrator.recovery import require_append_only_file
+from services.orchestrator.recovery import lacks_durability, require_append_only_file
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.settings import Settings
 from spo.messaging.redis_client import public_address
@@ -18,10 +18,13 @@ from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer
 def main() -> int:
     settings = Settings()
     process = ServiceProcess("orchestrator", settings, long_polls=settings.long_polls)
+    if settings.durable_writes:
+        process.needs_of_redis = lacks_durability
     client = process.hold_state(join_platform(settings))
     require_append_only_file(client, public_address(settings.redis_url), accept_none=not settings.durable_writes)
     leadership = Leadership(client, process.replica_id, process.address)
     context = AppContext(settings, client, process.stop, leadership)
+    context.monitor.unfit = lambda: process.redis_problem
     add_OrchestratorServiceServicer_to_server(OrchestratorService(context), process.server.server)
     http = HttpServer(context)
     jobs = (context.runner, context.dispatcher, context.agent_episodes, context.evaluations, context.deletion)

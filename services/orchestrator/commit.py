@@ -413,8 +413,8 @@ class Commit:
         """Apply it and return when the copies hold it.
 
         Raises NotLeading when another orchestrator leads by now, NotReady (code "not_durable") when a copy was late:
-        a power loss or a failover may undo the change; PreconditionFailed (code "no_append_only_file") where there is
-        no such file by now; redis.OutOfMemoryError, with nothing written, where it needs room and Redis is full.
+        a power loss or a failover may undo the change, or (code "no_append_only_file") where there is no such file now;
+        redis.OutOfMemoryError, with nothing written, where it needs room and Redis is full.
         """
         script = _COMMIT_NEEDING_ROOM if self.needs_room else _COMMIT
         with client.pipeline(transaction=False) as pipe:
@@ -457,7 +457,8 @@ def _replies(pipe: RedisPipeline) -> list[Any]:
     except redis.ResponseError as error:
         if "WAITAOF" not in str(error):
             raise
-        raise without_append_only_file("Redis") from error
+        # Only for now: it was there when the process began, and may be switched on again.
+        raise NotReady(without_append_only_file("Redis").message, code="no_append_only_file") from error
 
 
 def without_append_only_file(address: str) -> PreconditionFailed:

@@ -6,9 +6,11 @@ mend it by hand until then. The job's other keys, and every other job, stay as t
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
+from functools import cache
 from typing import cast
 
 import redis
@@ -19,7 +21,7 @@ from services.orchestrator.job_records import JobRecord, label_names, write_fiel
 from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.errors import IntegrityError, NotFound, SpoError
-from spo.messaging.redis_client import only_this_job
+from spo.messaging.redis_client import RedisClient, only_this_job
 from spo.observability import get_logger
 from spo.spec.section import TERMINAL, JobState
 
@@ -38,7 +40,45 @@ _STEERED_BY = (
     (redis_keys.replay_counters, b"hash"),
 )
 
+# How the schema of a key, its function's docstring, begins, and the kind of value that Redis calls so.
+_KINDS = {"Hash": b"hash", "Stream": b"stream", "String": b"string", "Set": b"set", "Sorted set": b"zset"}
+
 log = get_logger("damaged")
+
+
+@cache
+def _schemas() -> tuple[tuple[Callable[..., str], str, bytes], ...]:
+    """Every function of a key: "run_id" or "job_id" where it is one of a job, "" of a shared one, and the kind."""
+    found = []
+    for module in (redis_keys, own_keys):
+        for _, key in inspect.getmembers(module, inspect.isfunction):
+            names = list(inspect.signature(key).parameters)
+            begins = (key.__doc__ or "").partition(":")[0].partition(",")[0]
+            if begins in _KINDS and names in ([], ["run_id"], ["job_id"]):
+                found.append((key, names[0] if names else "", _KINDS[begins]))
+    return tuple(found)
+
+
+def keys_of_another_kind(client: RedisClient, job_id: str) -> list[str]:
+    """A job's keys that hold another kind of value than they should; of "" those that all jobs share.
+
+    Raises redis.RedisError where Redis is away.
+    """
+    asked = [
+        (key(job_id) if of_job else key(), kind) for key, of_job, kind in _schemas() if bool(of_job) == bool(job_id)
+    ]
+    with client.pipeline(transaction=False) as pipe:
+        for name, _ in asked:
+            pipe.execute_command("TYPE", name)
+        held = pipe.execute()
+    return [name for (name, kind), found in zip(asked, held, strict=True) if found not in (kind, b"none")]
+
+
+def refused_in_words(client: RedisClient, job_id: str, error: SpoError) -> str:
+    """What a job waits for of whose keys Redis says this, and of which of them, where they show it."""
+    damaged = keys_of_another_kind(client, job_id)
+    which = f"; another kind of value than it should hold is in {', '.join(damaged)}" if damaged else ""
+    return f"Redis refuses what the job needs: {error.message}{which}"
 
 
 def belongs_to(jobs: JobStore, job_id: str, tenant: str) -> bool:

@@ -23,7 +23,7 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.checks import state_in_words
 from services.orchestrator.commit import Commit, Fence, Precondition, Write, now_ms
-from services.orchestrator.damaged_jobs import HALF_THERE
+from services.orchestrator.damaged_jobs import HALF_THERE, refused_in_words
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases, failures_of, latest_point, latest_step
 from services.orchestrator.pipeline import entries_in_pipeline, troubles_in_pipeline
@@ -36,7 +36,7 @@ from services.orchestrator.replicas import (
 )
 from spo import redis_keys
 from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
-from spo.errors import InvalidInput, NotFound, SpoError
+from spo.errors import InvalidInput, NotFound
 from spo.messaging.redis_client import RedisClient, as_spo_error
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec
@@ -84,6 +84,7 @@ _TRIED_AND_ENDS = tuple(
             "it is asked again every second",
             "Redis takes it; the words after the colon are its own",
         ),
+        (r"^Redis is not fit", "its settings are looked at every 10 s", "they are as the message says"),
         (r"for a slot", "it is looked for every second", "a job that ends or is paused gives its slot back"),
         (r"no live replica of", "heartbeats are looked for", "one starts: `spo doctor` and its log say why none does"),
         (
@@ -132,11 +133,6 @@ _STANDS = {
     JobState.PAUSING: "the job waits for its trainer to write a checkpoint",
     JobState.CANCELLING: "the job waits for its trainer to let go",
 }
-
-
-def refused_in_words(error: SpoError) -> str:
-    """What a job waits for of whose keys Redis says this."""
-    return f"Redis refuses what the job needs: {error.message}"
 
 
 def note_alarms(jobs: JobStore, request: RenewLeaseRequest) -> bool:
@@ -316,6 +312,8 @@ class JobMonitor:
         self._noted: dict[str, str] = {}
         # Why the orchestrator's rounds over all jobs fail, in words; "" where they do not.
         self.outage = ""
+        # Why Redis is not fit to hold the platform's data any more, in words; "" while it is.
+        self.unfit: Callable[[], str] = lambda: ""
         self._pool_facts: tuple[float, dict[str, float]] = (float("-inf"), {})
         # How the evaluations of a job that are under way stand, in words.
         self.evaluations: Callable[[str], list[str]] = lambda job_id: []
@@ -388,7 +386,7 @@ class JobMonitor:
 
     def waits(self, job_id: str, state: JobState) -> list[str]:
         """Who waits for whom right now, in words; the first is the likeliest reason of a standstill."""
-        noted = [reason for reason in (self.outage, self._noted.get(job_id)) if reason]
+        noted = [reason for reason in (self.unfit(), self.outage, self._noted.get(job_id)) if reason]
         if state not in (JobState.ESTIMATING, JobState.RUNNING):
             return noted
         try:
@@ -399,7 +397,7 @@ class JobMonitor:
             found = as_spo_error(error)
             if found.retryable:
                 raise
-            return noted or [refused_in_words(found)]
+            return noted or [refused_in_words(self.jobs.client, job_id, found)]
 
     def _waits(self, job_id: str, state: JobState, noted: list[str]) -> list[str]:
         waiting = entries_in_pipeline(self.jobs.client, job_id)

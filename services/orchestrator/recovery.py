@@ -119,17 +119,32 @@ def require_append_only_file(client: RedisClient, address: str, *, accept_none: 
 
 
 def _require_waitaof(client: RedisClient, address: str) -> None:
+    if lacking := lacks_waitaof(client):
+        raise PreconditionFailed(f"Redis at {address} is not fit for the platform: {lacking}", code="redis_unfit")
+
+
+def lacks_durability(client: RedisClient) -> str:
+    """Why an accepted job would not outlive a crash of this Redis, and what to do; "" where it would.
+
+    Raises redis.RedisError where Redis is away.
+    """
+    if client.info("persistence").get("aof_enabled", 1):
+        return lacks_waitaof(client)
+    return without_append_only_file("it").message
+
+
+def lacks_waitaof(client: RedisClient) -> str:
+    """Why WAITAOF cannot be had, and what to do; "" where it can. Raises redis.RedisError where Redis is away."""
     try:
         with client.pipeline(transaction=False) as pipe:
             pipe.execute_command("WAITAOF", 0, 0, 0)
             pipe.execute()
     except redis.ResponseError as error:
-        raise PreconditionFailed(
-            f"Redis at {address} is not fit for the platform: it does not answer WAITAOF, by which an accepted job is "
-            f"known to outlive a crash ({error}): allow it, ACL SETUSER NAME +waitaof, or accept the loss with "
-            "SPO_ORCHESTRATOR_DURABLE_WRITES=false",
-            code="redis_unfit",
-        ) from error
+        return (
+            f"it does not answer WAITAOF, by which an accepted job is known to outlive a crash ({error}): allow it, "
+            "ACL SETUSER NAME +waitaof, or accept the loss with SPO_ORCHESTRATOR_DURABLE_WRITES=false"
+        )
+    return ""
 
 
 class AppendOnlyFile:

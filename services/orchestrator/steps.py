@@ -22,13 +22,13 @@ import redis
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.checks import ModelCheck
 from services.orchestrator.commit import Commit, Write
-from services.orchestrator.damaged_jobs import HALF_THERE, replace_damaged
+from services.orchestrator.damaged_jobs import HALF_THERE, refused_in_words, replace_damaged
 from services.orchestrator.datasets import TaskLibrary
 from services.orchestrator.evaluation import EvaluationQueue
 from services.orchestrator.job_records import JobAction, clear_fields, refuse, turns_of, while_field_is, write_fields
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import EvaluationFailure, Leases, latest_step, recorded_checkpoints
-from services.orchestrator.monitor import JobMonitor, refused_in_words
+from services.orchestrator.monitor import JobMonitor
 from services.orchestrator.pipeline import check_groups, given_up
 from services.orchestrator.replicas import ReplicaAssigner, ReplicaRegistry
 from services.orchestrator.scoring import upload_tests
@@ -582,7 +582,7 @@ class JobRunner:
         found = as_spo_error(error)
         if found.retryable:
             raise error
-        self._waits(job_id, NotReady(refused_in_words(found)))
+        self._waits(job_id, NotReady(refused_in_words(self.jobs.client, job_id, found)))
 
     def _waits(self, job_id: str, error: SpoError) -> None:
         """Name what a job waits for; a round comes every second, and a line of the log seldom."""

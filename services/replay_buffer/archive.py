@@ -295,6 +295,10 @@ class ExperienceArchiver:
             first=self.adopt,
         )
 
+    def _unstored(self) -> list[str]:
+        """Runs are stored one after the other: what holds up one holds up all of these."""
+        return [run_id.decode() for run_id in self.client.smembers(redis_keys.replay_unstored())]
+
     def adopt(self) -> None:
         """List the runs with unarchived trajectories that an older version of this service did not list."""
         runs = self.client.zrange(redis_keys.job_index(), 0, -1)
@@ -332,7 +336,8 @@ class ExperienceArchiver:
         waiting = int(number or 0) - int(written or 0)
         since = time.monotonic() - self._archived_at.setdefault(run_id, time.monotonic())
         if waiting > 0 and (ended or waiting >= self.rows_per_file or since > self.every_seconds):
-            self.archive(run_id)
+            with self._notes.while_it_lasts(self._unstored, "experience", f"is not stored yet: {self.experience.url}"):
+                self.archive(run_id)
             self._archived_at[run_id] = time.monotonic()
             waiting = 0
         if waiting <= 0 and self._settle(keys=_settled_keys(run_id), args=[run_id]):

@@ -14,13 +14,14 @@ def main() -> int:
     settings = Settings()
     process = ServiceProcess("value-estimation", settings)
     process.answer_probes("loads its libraries")
+    # Before they take their time: whoever has no part in this platform is refused at once.
+    client = process.hold_state(join_platform(settings))
     # Imported late: probes are answered while these take their time.
     from services.value_estimation.reference import Policies, References
     from services.value_estimation.samples import connect_clients
     from services.value_estimation.service import TokenValuer, ValueService
     from services.value_estimation.workers import PivotalWorker, ValueWorker
 
-    client = process.hold_state(join_platform(settings))
     references = References.as_told(client, settings)
     clients = connect_clients(settings, process.stop, client)
     weights = WeightStore(settings.weight_place, cache_path=settings.weight_cache_path)

@@ -130,6 +130,8 @@ class ServiceProcess:
     on_heartbeat: Beat = lambda response: None
     on_drain: Callable[[], None] = lambda: None
     long_polls: int = 0
+    # What this service needs of Redis beside the others: why it cannot be had, and what to do; "" where it can.
+    needs_of_redis: Callable[[RedisClient], str] = lambda client: ""
     # Why Redis is not fit to hold the platform's data any more; "" while it is.
     redis_problem: str = field(default="", init=False)
     folders: HeldFolders | None = field(default=None, init=False)
@@ -169,7 +171,7 @@ class ServiceProcess:
         def redis_watch(stop: threading.Event) -> None:
             while not stop.wait(REDIS_LOOK_SECONDS):
                 with contextlib.suppress(redis.RedisError):
-                    found, before = unfit(client), self.redis_problem
+                    found, before = unfit(client) or self.needs_of_redis(client), self.redis_problem
                     self.redis_problem = f"Redis is not fit for the platform: {found}" if found else ""
                     if found and self.redis_problem != before:
                         log.error(self.redis_problem, code="redis_unfit")

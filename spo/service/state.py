@@ -32,6 +32,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from redis import RedisError
 from ulid import ULID
 
 from spo import redis_keys
@@ -66,6 +67,8 @@ FOREIGN_SECONDS = 60.0
 # Others hold the exclusive lock for as long as it takes to write a name, a dying launcher for as long as it dies.
 TURN_SECONDS = 5.0
 PAUSE_SECONDS = 0.05
+# Within it a process of this platform says in an emptied Redis whose it is, where one lives.
+SAID_SECONDS = 2.5 * RENEW_SECONDS
 CLAIM_TRIES = 5
 MOST_BYTES = 4096
 LOOPBACK = ("127.", "localhost", "[::1]", "::1", "/")
@@ -283,6 +286,8 @@ class FolderOwner:
     service: str = ""
     address: str = ""
     redis: str = ""
+    # Its network: containers of one machine have each their own, and each its own loopback.
+    net: str = ""
 
     def __str__(self) -> str:
         redis = f", Redis {self.redis}" if self.redis else ""
@@ -298,6 +303,7 @@ class FolderLock:
         self._descriptor: int | None = None
         self._writable = True
         self._said = False
+        self._platform = ""
         self._guard = threading.Lock()
 
     def claim(self, owner: FolderOwner) -> None:
@@ -319,6 +325,20 @@ class FolderLock:
             if found.platform != owner.platform and (self._writable or (found.platform and alone is not True)):
                 self._lock(fcntl.LOCK_UN)
                 raise self._refusal(found)
+            self._platform = owner.platform
+
+    def is_held(self) -> bool:
+        """Whether processes of the platform that the file names live, as far as can be seen from here."""
+        with self._guard:
+            if not self._opened():
+                return False
+            alone = self._lock(fcntl.LOCK_EX)
+            if alone:
+                self._lock(fcntl.LOCK_UN)
+            if alone is False or not self._writable:
+                return alone is False
+            seen = alone is True and self.owner().boot == _boot()
+            return not seen and self._age_seconds() < FOREIGN_SECONDS
 
     def hold_alone(self, owner: FolderOwner) -> None:
         """Hold the folder as the only process. Raises Conflict (code "state_folder_in_use")."""
@@ -332,9 +352,17 @@ class FolderLock:
             self._write(owner)
 
     def renew(self) -> None:
-        """Say to other machines that the platform named here lives. Raises OSError."""
-        if self._descriptor is not None and self._writable:
-            os.utime(self._descriptor)
+        """Say to other machines that the platform named here lives.
+
+        Raises OSError; Conflict (code "state_folder_in_use") where another machine's took the folder meanwhile: this
+        process stood still for so long, or both began at once, on a file system whose locks do not reach that far.
+        """
+        if self._descriptor is None or not self._writable:
+            return
+        found = self.owner()
+        if self._platform and found.platform not in ("", self._platform):
+            raise self._refusal(found, "it took the folder while this process did not renew its name")
+        os.utime(self._descriptor)
 
     def owner(self) -> FolderOwner:
         """What the file says; nobody where it says nothing."""
@@ -428,6 +456,12 @@ def _boot() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
+
+
+def _net() -> str:
+    with contextlib.suppress(OSError):
+        return str(os.stat("/proc/self/ns/net").st_ino)
+    return ""
 
 
 def _lives(pid: int) -> bool:
@@ -554,6 +588,7 @@ class HeldFolders:
     owner: FolderOwner
     locks: list[FolderLock] = field(default_factory=list)
     buckets: list[BucketLock] = field(default_factory=list)
+    _client: RedisClient | None = None
 
     @classmethod
     def of(cls, settings: PlatformSettings, service: str, address: str) -> HeldFolders:
@@ -562,7 +597,7 @@ class HeldFolders:
         named = (settings.state_place, settings.weight_place, settings.checkpoint_place, settings.experience_place)
         local = [Path(place).absolute() for place in named if "://" not in place]
         elsewhere = [folder for folder in dict.fromkeys(local) if not folder.is_relative_to(own)]
-        owner = FolderOwner("", os.getpid(), socket.gethostname(), _boot(), service, address)
+        owner = FolderOwner("", os.getpid(), socket.gethostname(), _boot(), service, address, net=_net())
         found = cls(owner, [FolderLock(folder) for folder in (own, *elsewhere)])
         for url in dict.fromkeys(place for place in named if _is_bucket(place)):
             try:
@@ -584,13 +619,31 @@ class HeldFolders:
     def hold_for(self, client: RedisClient, redis_url: str) -> HeldFolders:
         """Hold them for the platform of a Redis. Raises Conflict (code "state_folder_in_use"), redis.RedisError."""
         redis = public_address(redis_url)
-        known = self.locks[0].owner()
-        # An emptied Redis is still the one of this folder's platform, some of whose processes may live.
-        same = known.redis == redis and (known.boot == self.owner.boot or not redis.startswith(LOOPBACK))
-        proposed = known.platform if known.platform and same else str(ULID())
-        found = cast(bytes, client.eval(_PLATFORM_ID, 1, redis_keys.platform(), proposed)).decode()
-        self.confirm(found, redis)
+        said = client.hget(redis_keys.platform(), "id")
+        self.confirm(_say_platform(client, said.decode() if said else self._proposed(client, redis)), redis)
+        self._client = client
         return self
+
+    def _proposed(self, client: RedisClient, redis: str) -> str:
+        """Whose a Redis is that does not say so: emptied, that of this folder's platform, or one that begins.
+
+        Another server may have the same address, in another network: the `redis` of two compose projects, a loopback
+        of a container. While processes of the folder's platform live, one of them says in its own Redis whose it is.
+        """
+        known, own = self.locks[0].owner(), self.owner
+        if not known.platform or known.redis != redis:
+            return str(ULID())
+        this_machine = known.boot == own.boot and known.net in ("", own.net)
+        if redis.startswith(LOOPBACK):
+            return known.platform if this_machine else str(ULID())
+        deadline = time.monotonic() + SAID_SECONDS
+        while self.locks[0].is_held():
+            if said := client.hget(redis_keys.platform(), "id"):
+                return said.decode()
+            if time.monotonic() > deadline:
+                return str(ULID())
+            time.sleep(0.2)
+        return known.platform
 
     def confirm(self, platform: str, redis: str = "") -> None:
         """This is the platform of this process. Raises Conflict (code "state_folder_in_use")."""
@@ -606,12 +659,23 @@ class HeldFolders:
             lock.close()
 
     def renew_until(self, stop: threading.Event) -> None:
-        """A worker: renew the name for other machines. Raises Conflict where a bucket was taken meanwhile."""
+        """A worker: renew the name for other machines, and in a Redis that was emptied.
+
+        Raises Conflict where a folder or bucket was taken meanwhile.
+        """
         while not stop.wait(RENEW_SECONDS):
+            with contextlib.suppress(RedisError):
+                if self._client and self.platform:
+                    _say_platform(self._client, self.platform)
             for lock in self._all:
                 # A disk or bucket that fails is told by whoever needs it.
                 with contextlib.suppress(OSError):
                     lock.renew()
+
+
+def _say_platform(client: RedisClient, platform: str) -> str:
+    """Whose a Redis is from now on: whose it was already, else this platform's."""
+    return cast(bytes, client.eval(_PLATFORM_ID, 1, redis_keys.platform(), platform)).decode()
 
 
 def _is_bucket(place: str) -> bool:

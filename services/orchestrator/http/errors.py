@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from services.orchestrator.container import AppContext
+from services.orchestrator.damaged_jobs import keys_of_another_kind
 from services.orchestrator.job_records import ACTIONS
 from spo import errors
 from spo.errors import SpoError, catalogue
@@ -57,9 +59,7 @@ _REDIS_WORDS = {
     "redis_failover": "Redis has no primary that is up; try again",
     "redis_unreachable": "Redis does not answer; try again",
 }
-_DAMAGED = (
-    "a key in Redis holds another kind of value than it should; a job that this is said of can still be cancelled"
-)
+_DAMAGED = "holds another kind of value in Redis than it should; the job can still be cancelled"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -349,7 +349,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(redis.RedisError)
     def redis_error(request: Request, error: redis.RedisError) -> Response:
         log.warning("Redis did not do what a request needs", reason=str(error))
-        return _respond(request, said_of_redis(error))
+        found = _damaged(request, str(request.path_params.get("job_id", ""))) if "WRONGTYPE" in str(error) else None
+        return _respond(request, found or said_of_redis(error))
 
     @app.exception_handler(Exception)
     def unexpected(request: Request, error: Exception) -> Response:
@@ -363,11 +364,20 @@ def install(app: FastAPI) -> None:
 
 def said_of_redis(error: redis.RedisError) -> SpoError:
     """What a client hears of a command that failed: whether Redis is away, full or refuses; else that it is ours."""
-    if "WRONGTYPE" in str(error):
-        return errors.IntegrityError(_DAMAGED, code="keys_damaged")
     found = as_spo_error(error)
     words = _REDIS_WORDS.get(found.code)
     return type(found)(words, code=found.code) if words else _internal()
+
+
+def _damaged(request: Request, job_id: str) -> SpoError | None:
+    """What a client hears where keys of the job that it asks for hold another kind of value; of shared ones the log."""
+    context: AppContext = request.app.state.context
+    with suppress(redis.RedisError):
+        if job_id and (keys := keys_of_another_kind(context.redis, job_id)):
+            return errors.IntegrityError(f"{', '.join(keys)} {_DAMAGED}", code="keys_damaged")
+        if keys := keys_of_another_kind(context.redis, ""):
+            log.error("keys that all jobs share hold another kind of value than they should", keys=keys)
+    return None
 
 
 def _internal() -> errors.InternalError:

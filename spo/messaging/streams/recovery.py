@@ -26,7 +26,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -85,6 +85,8 @@ SAY_SECONDS = 30.0
 # A trouble that was not repeated for so long is over.
 TROUBLE_SECONDS = 60.0
 NOTE_SECONDS = 5.0
+# What takes so long is told while it goes on: a place that is silent may end it minutes later, or never.
+LASTS_TELL_SECONDS = 15.0
 
 WAIT_SECONDS = 1.0
 
@@ -368,6 +370,23 @@ class TroubleNotes:
         # Said in the log already; a server that is full is told by the orchestrator's own alarm.
         with unless_away("a wait reason was not noted", run=run_id):
             self.client.eval(NOTE_TROUBLE, len(keys), *keys, *arguments)
+
+    @contextmanager
+    def while_it_lasts(self, runs: Callable[[], Iterable[str]], place: str, what: str) -> Iterator[None]:
+        """Note of runs, for as long as the block takes, that it has taken so long; nothing of a block that is quick."""
+        began, over = time.monotonic(), threading.Event()
+
+        def tell() -> None:
+            while not over.wait(LASTS_TELL_SECONDS):
+                with unless_away("a wait reason was not noted"):
+                    for run_id in runs():
+                        self.note(run_id, place, f"{what} has taken {time.monotonic() - began:.0f} s so far")
+
+        threading.Thread(target=tell, name="tells-what-lasts", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
 
 
 def troubles_of(client: RedisClient, run_id: str, now_unix_ms: int) -> list[Trouble]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,11 +17,15 @@ import redis
 from services.inference import replica as replica_module
 from services.inference.replica import Assignment, ServingReplica
 from services.inference.settings import Settings
+from services.inference.weights import PolicyVersions, Weights
 from services.orchestrator.replicas import announcement_of
 from spo import redis_keys
 from spo.messaging.streams import publish
+from spo.testing.peers import wait_until
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.weights_pb2 import WeightAnnouncement
+from spo.weights.store import WeightStore
+from tests.support.s3_server import S3Server
 
 RUN = "job"
 
@@ -113,3 +120,31 @@ def test_a_redis_that_does_not_answer_while_a_run_is_assigned_is_waited_for_and_
         replica.follow(stop)
 
     assert "Redis did not answer" in said[-1]
+
+
+def test_a_bucket_that_stands_still_is_what_a_replica_says_it_waits_for(
+    redis_client: redis.Redis, s3_server: S3Server, bucket_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_module, "LASTS_TELL_SECONDS", 0.2)
+    reference = Weights("run", 0, (), "")
+    versions = PolicyVersions(WeightStore(f"{bucket_url}/weights"), reference)
+    serving = ServingReplica(Settings(), redis_client, lambda *_: None, lambda: None)
+    engine = SimpleNamespace(problem="", announce=lambda *_: None)
+    assignment = cast(Assignment, SimpleNamespace(run_id="run", versions=versions, engine=engine))
+    serving._assignment = assignment
+
+    def said() -> str:
+        beaten = orchestrator.HeartbeatRequest()
+        with suppress(AttributeError):
+            serving.report(beaten)
+        return beaten.problem
+
+    announced = WeightAnnouncement(run_id="run", version=7, manifest_digest="d" * 64)
+    thread = threading.Thread(target=serving._apply, args=(assignment, announced, threading.Event()), daemon=True)
+    os.kill(s3_server.pid, signal.SIGSTOP)
+    try:
+        thread.start()
+        wait_until(lambda: "to fetch the weights of version 7 has taken" in said(), "the replica says so", 20)
+    finally:
+        os.kill(s3_server.pid, signal.SIGCONT)
+    wait_until(lambda: "is served in its place" in said(), "it says that there is none", 90)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
 import pytest
 import redis
 
-from services.orchestrator.recovery import require_append_only_file
+from services.orchestrator.recovery import lacks_durability, require_append_only_file
 from spo import redis_keys
 from spo.errors import PreconditionFailed, Unreachable
 from spo.local.launcher import server_command
@@ -175,22 +176,67 @@ def test_the_orchestrator_needs_waitaof_where_writes_are_durable(unusual_redis: 
         require_append_only_file(client, "here", accept_none=True)
 
 
-def test_a_service_says_when_its_redis_begins_to_evict_and_when_it_ends(
-    redis_server: str, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+def evicts(client: redis.Redis) -> None:
+    client.config_set("maxmemory-policy", "allkeys-lfu")
+
+
+def hides_info(client: redis.Redis) -> None:
+    client.execute_command("ACL", "SETUSER", "weak", "-info")
+
+
+def hides_waitaof(client: redis.Redis) -> None:
+    client.execute_command("ACL", "SETUSER", "weak", "-waitaof")
+
+
+def keeps_no_file(client: redis.Redis) -> None:
+    client.config_set("appendonly", "no")
+
+
+def mended(client: redis.Redis) -> None:
+    client.config_set("maxmemory-policy", "noeviction")
+    client.config_set("appendonly", "yes")
+    client.execute_command("ACL", "SETUSER", "weak", "+@all")
+
+
+@pytest.mark.parametrize("unusual_redis", [("noeviction", [])], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (evicts, "allkeys-lfu"),
+        (hides_info, "does not answer INFO"),
+        (hides_waitaof, "does not answer WAITAOF"),
+        (keeps_no_file, "keeps no append-only file"),
+    ],
+)
+def test_a_service_says_when_its_redis_becomes_unfit_and_when_it_ends(
+    unusual_redis: str,
+    redis_client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[redis.Redis], None],
+    words: str,
 ) -> None:
     monkeypatch.setattr("spo.service.process.REDIS_LOOK_SECONDS", 0.02)
-    process = ServiceProcess("replay-buffer", ServiceSettings())
-    with connect(redis_server, 5) as client:
+    process = ServiceProcess("orchestrator", ServiceSettings())
+    process.needs_of_redis = lacks_durability
+    with connect(unusual_redis, 5) as client:
         process.watch_redis(client)
         watch = threading.Thread(target=process.workers[-1], args=(process.stop,))
         watch.start()
         try:
-            redis_client.config_set("maxmemory-policy", "allkeys-lfu")
-            wait_until(lambda: "allkeys-lfu" in process.redis_problem, "the problem")
-            redis_client.config_set("maxmemory-policy", "noeviction")
+            change(redis_client)
+            wait_until(lambda: words in process.redis_problem, "the problem")
+            mended(redis_client)
             wait_until(lambda: not process.redis_problem, "its end")
         finally:
-            redis_client.config_set("maxmemory-policy", "noeviction")
+            mended(redis_client)
             process.stop.set()
             watch.join(10)
             process.server.stop(0)
+
+
+def test_every_service_with_a_redis_watches_it() -> None:
+    joining = [file for file in ROOT.glob("services/*/__main__.py") if "join_platform(" in file.read_text()]
+    assert len(joining) >= 6
+    assert [
+        file for file in joining if not re.search(r"process\.(hold_state|watch_redis)\(join", file.read_text())
+    ] == []

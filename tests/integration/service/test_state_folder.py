@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -23,11 +24,15 @@ from spo.service import state
 from spo.service.settings import PlatformSettings
 from spo.service.state import FOREIGN_SECONDS, LOCK_FILE, BucketLock, FolderLock, FolderOwner, HeldFolders
 from spo.testing.peers import wait_until
+from tests.conftest import require
+from tests.support.two_hosts import two_hosts
 
 ROOT = Path(__file__).parents[3]
 HOLDER = """
 import sys, time
 from pathlib import Path
+from spo.service import state
+state.SAID_SECONDS = 2.0
 from spo.messaging.redis_client import connect
 from spo.service.settings import PlatformSettings
 from spo.service.state import HeldFolders
@@ -99,6 +104,27 @@ def test_a_folder_whose_platform_is_gone_is_taken_over(redis_server: str, other_
     taken.close()
 
 
+@pytest.mark.parametrize("renews", [True, False])
+@pytest.mark.usefixtures("redis_client")
+def test_an_emptied_redis_of_a_network_is_the_platforms_where_a_process_of_it_says_so(
+    renews: bool, redis_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another network the same address may be another server's."""
+    for name, value in (("LOOPBACK", ("nowhere",)), ("RENEW_SECONDS", 0.05), ("SAID_SECONDS", 1.0)):
+        monkeypatch.setattr(state, name, value)
+    first, stop = held(redis_server, tmp_path), threading.Event()
+    thread = threading.Thread(target=first.renew_until if renews else stop.wait, args=(stop,) if renews else ())
+    with ExitStack() as expected, connect(redis_server, 5) as client:
+        first._client = client
+        thread.start()
+        expected.callback(thread.join, 20)
+        expected.callback(stop.set)
+        client.delete("spo:platform")
+        if not renews:
+            expected.enter_context(pytest.raises(Conflict, match="is another platform's"))
+        assert held(redis_server, tmp_path).platform == first.platform
+
+
 @pytest.mark.usefixtures("redis_client")
 def test_an_emptied_redis_is_still_the_platform_of_its_folder(redis_server: str, tmp_path: Path) -> None:
     with holder(redis_server, tmp_path), connect(redis_server, 5) as client:
@@ -137,6 +163,53 @@ def test_a_file_system_without_locks_refuses_by_the_name(tmp_path: Path, monkeyp
         FolderLock(tmp_path).claim(FolderOwner("theirs", boot="here"))
 
 
+def test_a_platform_that_stood_still_hears_that_another_machine_took_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.claim(FolderOwner("ours", boot="here"))
+    first.renew()
+    os.utime(tmp_path / LOCK_FILE, (0, 0))
+    second.claim(FolderOwner("theirs", boot="there"))
+    second.renew()
+    with pytest.raises(Conflict, match="took the folder while this process did not renew"):
+        first.renew()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "10.9.9.9"])
+def test_platforms_of_two_networks_whose_redis_have_one_address_do_not_share_a_folder(
+    address: str, tmp_path: Path
+) -> None:
+    """Two compose projects, two releases on one claim, or two containers: `redis` of each is another server."""
+    url = f"redis://{address}:6379/0"
+    with ExitStack() as running:
+        try:
+            hosts = running.enter_context(two_hosts())
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"NOT TESTED, two networks: none can be made here: {error}")
+        for number, host in enumerate(hosts):
+            host.run(require("ip"), "address", "add", "10.9.9.9/32", "dev", "lo")
+            server = host.on(
+                [*server_command(6379, tmp_path / f"redis-{number}"), "--bind", address, "--protected-mode", "no"]
+            )
+            process = running.enter_context(subprocess.Popen(server, stdout=subprocess.DEVNULL))
+            running.callback(process.kill)
+        said = []
+        for host in hosts:
+            command = host.on([sys.executable, "-c", HOLDER, url, str(tmp_path / "state")])
+            process = running.enter_context(
+                subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
+            running.callback(process.kill)
+            assert process.stdout
+            said.append(process.stdout.readline() if not said else process.stdout.read())
+    assert "is another platform's: holder at 127.0.0.1:1" in said[1]
+
+
 def test_a_damaged_lock_file_names_nobody_and_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_bytes(b"\xff\x00{" * 100)
     lock = FolderLock(tmp_path)
@@ -145,7 +218,7 @@ def test_a_damaged_lock_file_names_nobody_and_is_written_anew(tmp_path: Path) ->
     lock.close()
 
 
-@pytest.mark.parametrize("service", ["orchestrator", "replay_buffer"])
+@pytest.mark.parametrize("service", ["orchestrator", "replay_buffer", "inference", "value_estimation"])
 @pytest.mark.usefixtures("redis_client")
 def test_a_service_that_is_started_by_itself_is_refused(
     service: str, redis_server: str, other_redis: str, tmp_path: Path
@@ -186,6 +259,27 @@ def test_a_second_launcher_is_refused_whatever_its_name(tmp_path: Path) -> None:
                 assert second.children == []
         finally:
             first.kill()
+
+
+def test_a_second_launcher_is_refused_in_a_container_where_the_first_ones_pid_means_nothing(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom spo.local.launcher import LauncherSettings, LocalPlatform\n"
+        "from spo.errors import Conflict\n"
+        "runs = Path(sys.argv[1])\n"
+        "try:\n with LocalPlatform('first', runs / 'state', LauncherSettings(runs_path=runs)): print('up')\n"
+        "except Conflict as error: print(error.code, error)\n"
+    )
+    command = [require("unshare"), "--pid", "--fork", "--mount-proc", sys.executable, "-c", script, str(tmp_path)]
+    with state.launcher_of(tmp_path / "state", "first", "http://127.0.0.1:1"):
+        (tmp_path / "first").mkdir()
+        shown = json.dumps({"name": "first", "pid": os.getpid(), "pid_created": 1.0, "http_url": "http://127.0.0.1:1"})
+        (tmp_path / "first" / "state.json").write_text(shown)
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        if "unshare failed" in ran.stderr:
+            pytest.skip(f"NOT TESTED, a container's processes: none can be made here: {ran.stderr}")
+        assert ran.stdout.startswith("state_folder_in_use"), ran.stdout + ran.stderr
+        assert f"pid {os.getpid()}" in ran.stdout
+        assert (tmp_path / "first" / "state.json").read_text() == shown
 
 
 def test_a_second_redis_is_refused_its_folder(free_port: int, tmp_path: Path) -> None:

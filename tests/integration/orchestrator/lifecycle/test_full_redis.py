@@ -117,6 +117,19 @@ def test_what_is_wrong_with_a_key_is_our_fault_and_no_outage(
 
     assert (answer.status_code, answer.json()["code"]) == (500, "keys_damaged")
     assert "WRONGTYPE" not in answer.text, "its own words are for the log"
+    assert redis_keys.run_spec(damaged) in answer.json()["detail"]
+
+
+def test_what_is_wrong_with_a_key_of_all_jobs_is_said_of_no_job(
+    api: httpx.Client, redis_client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis_client.delete(redis_keys.replicas())
+    redis_client.set(redis_keys.replicas(), "by a hand that meant another key")
+
+    answer = api.get("/v1/replicas")
+
+    assert (answer.status_code, answer.json()["code"]) == (500, "internal")
+    assert f"'{redis_keys.replicas()}'" in capsys.readouterr().out, "the log names the key"
 
 
 def test_deleting_a_job_frees_its_memory_while_redis_is_full(

@@ -133,6 +133,7 @@ def test_what_redis_says_of_one_jobs_keys_holds_up_that_job_alone(
         told = job_document(roomy, damaged).waits[0]
         assert told.startswith("Redis refuses what the job needs:")
         assert "WRONGTYPE" in told
+        assert f"another kind of value than it should hold is in {key(damaged)}" in told
     listed = {summary.id: summary for summary in job_summaries(roomy, [queued, running, healthy])}
     assert [listed[each].state for each in (queued, running)] == [JobState.QUEUED, JobState.RUNNING]
     assert listed[healthy].name == "healthy"

@@ -16,7 +16,7 @@ import redis
 from services.orchestrator.commit import Durability
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.recovery import AppendOnlyFile, require_append_only_file
-from spo.errors import NotReady, PreconditionFailed
+from spo.errors import NotReady
 from spo.local.launcher import server_command
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until
@@ -144,6 +144,6 @@ def test_it_is_taken_where_that_is_accepted_and_replicas_are_still_waited_for(wi
         with pytest.raises(NotReady, match="0 of 1 replicas"):
             JobStore(client, durable=Durability(append_only_file=False, replicas=1)).submit(spec)
         # One that went away while the orchestrator runs: a failover to a server without it, or CONFIG SET.
-        with pytest.raises(PreconditionFailed) as refused:
+        with pytest.raises(NotReady) as refused:
             JobStore(client).submit(spec)
         assert refused.value.code == "no_append_only_file"
