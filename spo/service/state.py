@@ -68,7 +68,7 @@ FOREIGN_SECONDS = 60.0
 TURN_SECONDS = 5.0
 PAUSE_SECONDS = 0.05
 # Within it a process of this platform says in an emptied Redis whose it is, where one lives.
-SAID_SECONDS = 2.5 * RENEW_SECONDS
+SAID_SECONDS = 25.0
 CLAIM_TRIES = 5
 MOST_BYTES = 4096
 LOOPBACK = ("127.", "localhost", "[::1]", "::1", "/")
