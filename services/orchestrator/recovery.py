@@ -123,11 +123,13 @@ def _require_waitaof(client: RedisClient, address: str) -> None:
         raise PreconditionFailed(f"Redis at {address} is not fit for the platform: {lacking}", code="redis_unfit")
 
 
-def lacks_durability(client: RedisClient) -> str:
-    """Why an accepted job would not outlive a crash of this Redis, and what to do; "" where it would.
+def lacks_durability(client: RedisClient, *, accept_none: bool = False) -> str:
+    """Why an accepted job would not outlive a crash of this Redis, and what to do; "" where it would, or need not.
 
     Raises redis.RedisError where Redis is away.
     """
+    if accept_none:
+        return ""
     if client.info("persistence").get("aof_enabled", 1):
         return lacks_waitaof(client)
     return without_append_only_file("it").message
