@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 
 from services.orchestrator.commit import Leadership
 from services.orchestrator.container import AppContext
@@ -19,7 +18,7 @@ from spo.v1.orchestrator_service_pb2_grpc import add_OrchestratorServiceServicer
 def main() -> int:
     settings = Settings()
     process = ServiceProcess("orchestrator", settings, long_polls=settings.long_polls)
-    process.needs_of_redis = partial(lacks_durability, accept_none=not settings.durable_writes)
+    process.needs_of_redis = lambda found: lacks_durability(found, accept_none=not settings.durable_writes)
     client = process.hold_state(join_platform(settings))
     require_append_only_file(client, public_address(settings.redis_url), accept_none=not settings.durable_writes)
     leadership = Leadership(client, process.replica_id, process.address)
