@@ -39,9 +39,9 @@ from spo.spec.plan import (
     LIKELY_SHARE,
     ModelShape,
     engine_warnings,
+    known_shape,
     limit_warnings,
     memory_advice,
-    shape_of_folder,
     unlearned_shares,
     value_warnings,
 )
@@ -467,7 +467,7 @@ class PlanWarnings:
         mean_tokens: length of the job's responses so far; None before any is known.
         """
         found = [*unlearned_shares(spec), *_of_rates(spec), *_of_temperature(spec, mean_tokens), *_of_sharpness(spec)]
-        shape = _shape_of(spec)
+        shape = known_shape(Path(spec.model.path))
         found += limit_warnings(spec, shape, self.redis_bytes())
         if shape is None:
             return found
@@ -525,14 +525,6 @@ def _of_temperature(spec: JobSpec, mean_tokens: float | None) -> Iterator[FieldV
         f"asks each token of a response for {asked} nats of log-ratio; runs that stayed stable ask for {lowest:g} to "
         f"{highest:g}, which with responses of {lengths} is a beta of {low:.2g} to {high:.2g}",
     )
-
-
-def _shape_of(spec: JobSpec) -> ModelShape | None:
-    """None: an architecture that the plan does not know."""
-    try:
-        return shape_of_folder(Path(spec.model.path))
-    except InvalidInput:
-        return None
 
 
 def _of_trainers(spec: JobSpec, shape: ModelShape, trainers: Sequence[LiveReplica]) -> Iterator[FieldViolation]:

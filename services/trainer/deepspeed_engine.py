@@ -168,6 +168,11 @@ class SequenceGroup:
         self.rank = ranks.rank % width
         self._group = ranks.neighbours(width)
 
+    @classmethod
+    def of(cls, ranks: Ranks, width: int) -> SequenceGroup | None:
+        """This rank's; None where each computes its own rows."""
+        return cls(ranks, width) if width > 1 else None
+
     def check(self, model: PreTrainedModel) -> None:
         """Raise InvalidInput (code "sequence_not_shared") where a model cannot be computed so."""
         heads = model.config.get_text_config().num_attention_heads

@@ -65,7 +65,6 @@ from spo.model.folder_names import FolderNames, whole_shape
 from spo.model.logprobs import (
     DTYPES,
     PackedRow,
-    SharedRow,
     adapter_off,
     add_adapter,
     is_packed,
@@ -107,7 +106,7 @@ class ValueModel(nn.Module):
         position_ids_BL = (mask_BL.cumsum(dim=-1) - 1).clamp(min=0)
         return self._values(input_ids=input_ids_BL, attention_mask=mask_BL, position_ids=position_ids_BL)
 
-    def _values(self, **given: Tensor | int | SharedRow) -> Tensor:
+    def _values(self, **given: object) -> Tensor:
         hidden_BLD = self.body(**given, use_cache=False).last_hidden_state
         value_BL = self.head(hidden_BLD[:, :-1]).squeeze(-1).float()
         return nn.functional.pad(value_BL, (1, 0))
@@ -239,24 +238,14 @@ def load_model(spec: JobSpec, device: torch.device, path: str = "") -> PreTraine
 class Policy:
     """What is trained. All ranks call every method together."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        device: torch.device,
-        start: Sequence[Path],
-        passes: int,
-        shared: SequenceGroup | None = None,
-    ) -> None:
-        """start: files of the weights that training begins with, none: pi0's. passes: micro-batches per update.
-
-        shared: the ranks that compute the same rows together with this one.
-        """
+    def __init__(self, spec: JobSpec, ranks: Ranks, start: Sequence[Path], passes: int) -> None:
+        """start: files of the weights that training begins with, none: pi0's. passes: micro-batches per update."""
         self._spec = spec
-        self._device = device
-        self._shared = shared
+        self._device = device = ranks.device
         model = load_model(spec, device)
-        if shared:
-            shared.check(model)
+        self._shared = SequenceGroup.of(ranks, spec.trainer.sequence_parallel)
+        if self._shared:
+            self._shared.check(model)
         lora = spec.model.lora
         if not lora:
             # An engine would refuse every version, after a step's work.
@@ -444,20 +433,15 @@ class Learner:
         self._ranks = ranks
         self._spec = spec
         trainer = spec.trainer
-        width = trainer.sequence_parallel
-        shared = SequenceGroup(ranks, width) if width > 1 else None
-        share, rest = divmod(trainer.batch_size, ranks.world_size // width * trainer.minibatches)
+        # At most: how many passes they are follows from each batch's lengths.
+        passes, rest = divmod(trainer.batch_size, ranks.groups_of(trainer.sequence_parallel) * trainer.minibatches)
         if rest:
             raise InvalidInput(
                 f"a batch of {trainer.batch_size} cannot be split evenly over {ranks.world_size} ranks "
-                f"in {trainer.minibatches} minibatches" + (f", {width} ranks to a trajectory" if shared else ""),
+                f"in {trainer.minibatches} minibatches",
                 code="batch_not_divisible",
             )
-        # Of what several ranks have alike the first one tells.
-        self._tells = ranks.rank % width == 0
-        # At most: how many they are follows from each batch's lengths.
-        passes = share
-        self._policy = Policy(spec, ranks.device, start, passes, shared)
+        self._policy = Policy(spec, ranks, start, passes)
         self._critic = None
         if spec.algorithm.critic:
             self._critic = Critic(load_model(spec, ranks.device), spec.algorithm, trainer, passes)
@@ -580,7 +564,9 @@ class Learner:
         algorithm = self._spec.algorithm
         if not any(term.needs("batch") for term in algorithm.losses):
             return
-        parts = [micro_batch for micro_batch in micro_batches if self._tells and not micro_batch.idle]
+        # Ranks that share rows have the same parts.
+        tells = self._ranks.rank % self._spec.trainer.sequence_parallel == 0
+        parts = [each for each in micro_batches if tells and not each.idle]
         own = [BatchTotals.of(self._policy.batch(part), algorithm.losses, algorithm.beta) for part in parts]
         totals = BatchTotals.added([found for each in self._ranks.gather(own) for found in each])
         for micro_batch in micro_batches:
@@ -632,7 +618,6 @@ class Learner:
     ) -> None:
         """Add up the gradients of all micro-batches. Raises UnusableBatch where one has no loss on some rank."""
         # DeepSpeed averages gradients over ranks, so a rank's losses add up to world_size times its part of the mean.
-        # Ranks that share rows have the same loss, each the gradients through its own tokens, which add up to it.
         scale = self._ranks.world_size / minibatch.size
         for number, micro_batch in enumerate(minibatch.micro_batches, start=1):
             (loss,) = on_each(self._ranks, [micro_batch], loss_of)

@@ -48,17 +48,22 @@ class Ranks:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def neighbours(self, width: int) -> dist.ProcessGroup:
-        """The group of tensors of the `width` ranks that this one is among: 0 to width - 1, and so on.
-
-        Every rank calls this together. Raises InvalidInput where the ranks cannot be cut into such groups.
-        """
+    def groups_of(self, width: int) -> int:
+        """How many groups of `width` ranks there are. Raises InvalidInput where some would be left over."""
         if self.world_size % width:
             raise InvalidInput(
                 f"{self.world_size} ranks cannot be cut into groups of {width} (trainer.sequence_parallel)",
                 code="ranks_not_divisible",
             )
+        return self.world_size // width
+
+    def neighbours(self, width: int) -> dist.ProcessGroup:
+        """The group of tensors of the `width` ranks that this one is among: 0 to width - 1, and so on.
+
+        Every rank calls this together. Raises InvalidInput as `groups_of`.
+        """
         if width not in self._groups:
+            self.groups_of(width)
             firsts = range(0, self.world_size, width)
             every = [dist.new_group(range(first, first + width), timeout=self.timeout) for first in firsts]
             self._groups[width] = every[self.rank // width]

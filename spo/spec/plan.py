@@ -126,6 +126,14 @@ def shape_of_folder(folder: Path) -> ModelShape:
         raise InvalidInput(f"{folder} has no config.json that tells the model's sizes: {error!r}") from None
 
 
+def known_shape(folder: Path) -> ModelShape | None:
+    """None where the folder is not here, or of an architecture that the plan does not know."""
+    try:
+        return shape_of_folder(folder)
+    except InvalidInput:
+        return None
+
+
 def shape_of_config(config: Mapping[str, object]) -> ModelShape:
     """Raises KeyError, TypeError for a configuration without the sizes of a decoder."""
 
@@ -286,10 +294,7 @@ def teacher_parameters(spec: JobSpec, shape: ModelShape) -> int:
     """Of the job's teacher, 0 without one; one whose folder is not here or tells no sizes is taken as the student's."""
     if spec.algorithm.teacher is None:
         return 0
-    try:
-        return shape_of_folder(Path(spec.algorithm.teacher.path)).parameters
-    except InvalidInput:
-        return shape.parameters
+    return (known_shape(Path(spec.algorithm.teacher.path)) or shape).parameters
 
 
 def trainer_memory(spec: JobSpec, shape: ModelShape, ranks: int) -> TrainerMemory:

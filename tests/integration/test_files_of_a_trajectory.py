@@ -165,7 +165,7 @@ def test_a_trajectory_executes_no_more_files_and_lines_than_before(
     rollouts = RolloutWorker(redis_client, replica, "replica", InferenceSettings())  # type: ignore[arg-type]
     judge = JudgeWorker(redis_client, scheduler, "judge", judge_settings)
     store = ReplayStore(redis_client)
-    policy = Policy(spec, ranks.device, (), passes=1)
+    policy = Policy(spec, ranks, (), passes=1)
     with ExitStack() as stack:
         scores = ReferenceScores.at(stack.enter_context(served_scorer(ScorerDouble())), 30.0)
         consumer = Consumer(redis_client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest", 5.0)

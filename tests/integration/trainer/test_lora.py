@@ -39,7 +39,7 @@ def test_only_the_adapter_learns_and_is_stored_at_every_zero_stage(
     ranks: Ranks, tiny_model_path: Path, stage: int, dtype: str
 ) -> None:
     spec = lora_spec(tiny_model_path, dtype=dtype, zero_stage=stage, activation_checkpointing=True)
-    policy = Policy(spec, ranks.device, (), passes=2)
+    policy = Policy(spec, ranks, (), passes=2)
     engine = policy.engine
     before = parameters(engine)
 
@@ -61,7 +61,7 @@ def test_the_reference_is_the_same_model_without_its_adapter(
     ranks: Ranks, tiny_model_path: Path, trajectories: list[Any], stage: int
 ) -> None:
     spec = lora_spec(tiny_model_path, zero_stage=stage, reference="in_trainer")
-    policy = Policy(spec, ranks.device, (), passes=2)
+    policy = Policy(spec, ranks, (), passes=2)
     micro_batch = MicroBatch([TrainingSample(found.trajectory, found.qhat_0, 0) for found in trajectories[:4]])
     stored_BL = policy.batch(micro_batch).reference_logprobs_BL
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_the_reference_is_the_same_model_without_its_adapter(
 
 
 def test_a_version_is_an_adapter_that_peft_loads_and_training_goes_on_from_its_checkpoint(
-    bench: Bench, tiny_model_path: Path
+    bench: Bench, ranks: Ranks, tiny_model_path: Path
 ) -> None:
     bench.job.spec = lora_spec(tiny_model_path, reference="in_trainer")
     bench.stop_at_step(7)
@@ -91,7 +91,7 @@ def test_a_version_is_an_adapter_that_peft_loads_and_training_goes_on_from_its_c
     assert bench.job.epoch > 1
     assert {version.base_model for version in versions} == {inspect_model_folder(tiny_model_path).model_hash}
     last = versions[-1]
-    ours = Policy(bench.job.spec, torch.device("cpu"), last.files, passes=2)
+    ours = Policy(bench.job.spec, ranks, last.files, passes=2)
     base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
     theirs = PeftModel.from_pretrained(base, str(last.path)).eval()
     pi0 = load_policy(tiny_model_path, "float32")

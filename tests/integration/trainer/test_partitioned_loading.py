@@ -66,7 +66,7 @@ def plain_logprobs(model: Path, dtype: str = "float32", weights: Path | None = N
 
 @contextmanager
 def policy_of(spec: JobSpec, ranks: Ranks, start: list[Path]) -> Iterator[Policy]:
-    policy = Policy(spec, ranks.device, start, passes=1)
+    policy = Policy(spec, ranks, start, passes=1)
     yield policy
     policy.close()
 

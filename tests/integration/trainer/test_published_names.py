@@ -94,7 +94,7 @@ def test_a_version_is_published_and_training_begins_with_it(
     store = WeightStore(tmp_path / "weights", anchor_interval=anchor_interval)
     versions = []
     for number, start in enumerate([(), (begins,)], start=1):
-        policy = Policy(spec, ranks.device, start, passes=1)
+        policy = Policy(spec, ranks, start, passes=1)
         stored = store_weights(
             ranks, policy.engine, store, NewVersion("job", number, parent=number - 1, step=number, epoch=1)
         )

@@ -62,7 +62,7 @@ def main(model: Path, other: Path, folder: Path) -> None:
         "whole": sum(parameter.ds_numel * parameter.element_size() for parameter in loaded.parameters()),
     }
     del loaded
-    policy = Policy(spec, ranks.device, [other], passes=1)
+    policy = Policy(spec, ranks, [other], passes=1)
     facts["ready"] = resident_bytes("VmRSS") - before
     with torch.no_grad():
         mask_BL = torch.ones_like(TOKENS_BL)
