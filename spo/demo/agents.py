@@ -161,12 +161,13 @@ def follow(client: Client, job: Job) -> Job:
 
 def report_of(client: Client, job: Job) -> JsonObject:
     """What was learnt, and how exactly: breaks and trained tokens of the sessions that were trained on."""
-    newest = max(version.version for version in client.weights(job.id))
-    before, after = (trial(client, job.id, version) for version in (0, newest))
     kept = client.trajectories(job.id, limit=100_000)
     played = [session for session in client.agents.all(job.id) if session.closed == "finished" and session.problem_id]
     trees = [client.agents.tree(session.id).calls for session in played[:TRACED]]
     calls = [call for tree in trees for call in tree]
+    # Their sessions are the newest ones.
+    newest = max(version.version for version in client.weights(job.id))
+    before, after = (trial(client, job.id, version) for version in (0, newest))
     return {
         "job_id": job.id,
         "state": job.state,
