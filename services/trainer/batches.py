@@ -321,6 +321,16 @@ class Minibatch:
     size: int
 
 
+def shares_of_ranks(
+    rows: Sequence[TrainingSample], spec: JobSpec, world_size: int, limits: ForwardLimits
+) -> list[list[Minibatch]]:
+    """Each rank's minibatches of a job's batch; ranks that compute their rows together get the same ones."""
+    width, whole_groups = spec.trainer.sequence_parallel, spec.algorithm.needs_groups
+    minibatches = spec.trainer.minibatches
+    shares = cut_into_minibatches(rows, minibatches, world_size // width, limits, whole_groups=whole_groups)
+    return [share for share in shares for _ in range(width)]
+
+
 def cut_into_minibatches(
     rows: Sequence[TrainingSample], count: int, world_size: int, limits: ForwardLimits, *, whole_groups: bool
 ) -> list[list[Minibatch]]:

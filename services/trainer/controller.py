@@ -1,6 +1,4 @@
-"""Rank 0 of a run: it decides each command that all ranks carry out together, so they never wait for different
-things.
-"""
+"""Rank 0 of a run: it decides each command, which all ranks carry out together: none waits for another thing."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from services.trainer.batches import (
     ReplayClient,
     TrainingSample,
     batch_metrics,
-    cut_into_minibatches,
     faults,
     groups_of,
     sampler_alarm,
+    shares_of_ranks,
 )
 from services.trainer.checkpoints import (
     CheckpointPlace,
@@ -281,16 +279,8 @@ class Controller:
             # One at a time, and none is left behind by a trainer that goes.
             command = self._await(pending)
         self._command_started = time.monotonic()
-        # Ranks that compute their rows together get the same ones.
-        width = self._spec.trainer.sequence_parallel
-        shares = cut_into_minibatches(
-            self._rows,
-            self._spec.trainer.minibatches,
-            self._ranks.world_size // width,
-            self._limits,
-            whole_groups=self._spec.algorithm.needs_groups,
-        )
-        return self._ranks.scatter([replace(command, minibatches=share) for share in shares for _ in range(width)])
+        shares = shares_of_ranks(self._rows, self._spec, self._ranks.world_size, self._limits)
+        return self._ranks.scatter([replace(command, minibatches=share) for share in shares])
 
     def _still_owns(self) -> bool:
         with self.owning():
