@@ -484,6 +484,9 @@ class Zygote:
                 return int(answer[6:])
         except OSError as error:
             answer = str(error).encode()
+        # It closes its socket before it has written what it died of.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(FAREWELL_SECONDS)
         reason = self._last_words() or answer.decode(errors="replace")
         self.close()
         raise JudgeFault(f"zygote did not start: {reason}")

@@ -60,16 +60,16 @@ JOB: JsonObject = {
         "error_buffer": 64,
     },
     "trainer": {
-        "steps": 40,
+        "steps": 64,
         "batch_size": 64,
         "micro_batch_size": 64,
-        "learning_rate": 1e-3,
+        "learning_rate": 5e-4,
         "adam_betas": [0.9, 0.98],
         "weight_decay": 0.0,
         "warmup_steps": 5,
         "max_grad_norm": 1.0,
         "update_interval": 4,
-        "checkpoint_interval": 40,
+        "checkpoint_interval": 64,
     },
 }
 
