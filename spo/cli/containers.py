@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from spo.errors import InvalidInput, NotReady
+from spo.errors import InvalidInput, NotReady, PreconditionFailed
 
 if TYPE_CHECKING:
     import docker
@@ -81,7 +81,7 @@ class ContainerLimits:
 class Containers:
     """Starts episodes in containers of one engine, which go with this process. Safe from several threads.
 
-    Raises NotReady (code "package_missing" or "no_containers").
+    Raises PreconditionFailed (code "package_missing"), NotReady (code "no_containers").
     """
 
     def __init__(self, limits: ContainerLimits) -> None:
@@ -140,7 +140,8 @@ def engine_of_environment() -> docker.DockerClient:
         import docker
         from docker.errors import DockerException
     except ImportError:
-        raise NotReady("the package docker is not installed: `pip install docker`", code="package_missing") from None
+        message = "the package docker is not installed: `pip install docker`"
+        raise PreconditionFailed(message, code="package_missing") from None
     try:
         engine = docker.from_env(timeout=ENGINE_SECONDS)
         engine.ping()

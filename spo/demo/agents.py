@@ -27,7 +27,7 @@ from spo.client.models import Job
 from spo.console import ExitCode, console
 from spo.demo import guess
 from spo.demo.demo import LONGEST_DEMO_SECONDS, MODEL_SECONDS, PLAIN_EVERY_SECONDS
-from spo.errors import NotReady
+from spo.errors import NotReady, PreconditionFailed
 from spo.local.launcher import LauncherSettings, LocalPlatform, signals_interrupt
 from spo.observability import configure_logs
 
@@ -99,11 +99,11 @@ def run_agents_demo(seed: int = 0) -> None:
 
 
 def require_package() -> None:
-    """Raises NotReady (code "package_missing") where the program that plays cannot start."""
+    """Raises PreconditionFailed (code "package_missing") where the program that plays cannot start."""
     try:
         import openai  # noqa: F401
     except ImportError:
-        raise NotReady(
+        raise PreconditionFailed(
             "the demo's program needs the package openai: `pip install openai`", code="package_missing"
         ) from None
 
