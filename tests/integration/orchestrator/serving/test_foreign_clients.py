@@ -85,9 +85,15 @@ samples = found["samples"]
 chosen = [[[float(score), greedy] for (score, greedy), in each["resps"]] for each in samples["choices"]]
 print(json.dumps({"chosen": chosen, "written": [each["resps"][0][0] for each in samples["writing"]]}))
 """
-QUESTIONS = [{"question": "sum of the", "choices": [" even numbers", " odd numbers"], "answer": 0}] * 3
+# As tokens each is whole; a word that is cut is none of this vocabulary's.
+QUESTIONS = [{"question": "sum of squares", "choices": [" above 3", " below 4"], "answer": 0}] * 3
 TASKS = {
-    "choices": {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"},
+    "choices": {
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "target_delimiter": "",
+    },
     "writing": {"output_type": "generate_until", "doc_to_target": "x", "generation_kwargs": {"max_gen_toks": 8}},
 }
 METRICS = {"choices": [{"metric": "acc"}], "writing": [{"metric": "exact_match"}]}
@@ -110,7 +116,8 @@ def log_likelihoods(folder: Path) -> list[float]:
     for choice in QUESTIONS[0]["choices"]:
         context = tokenizer(QUESTIONS[0]["question"], add_special_tokens=False).input_ids
         whole = tokenizer(QUESTIONS[0]["question"] + choice, add_special_tokens=False).input_ids
-        logprobs_TV = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+        with torch.no_grad():
+            logprobs_TV = model(torch.tensor([whole])).logits[0].log_softmax(-1)
         found.append(sum(float(logprobs_TV[at - 1, whole[at]]) for at in range(len(context), len(whole))))
     return found
 
