@@ -39,6 +39,8 @@ FOLDER = "/episode"
 # On the container's own loopback.
 PORT = 8081
 ENGINE_SECONDS = 60
+# For all that is left of a runner; then what cannot be removed stays, and is said.
+REMOVAL_SECONDS = 300.0
 # Of what an agent has printed the engine keeps this, and of its folder and /tmp memory holds this.
 MOST_PRINTED = "8m"
 SCRATCH = "size=256m,nr_inodes=65536,mode=1777"
@@ -101,7 +103,11 @@ class Containers:
         """Remove what is left."""
         if self._remover.stdin is not None:
             self._remover.stdin.close()
-        self._remover.wait()
+        try:
+            self._remover.wait(REMOVAL_SECONDS + ENGINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._remover.kill()
+            self._remover.wait()
         self._engine.close()
 
     def start(
@@ -135,7 +141,7 @@ class Containers:
 
 
 def engine_of_environment() -> docker.DockerClient:
-    """The engine that the variables of Docker's own programs name. Raises NotReady."""
+    """The engine that the variables of Docker's own programs name. Raises as `Containers`."""
     try:
         import docker
         from docker.errors import DockerException
@@ -349,12 +355,16 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def remove_all(mark: str) -> None:
-    """Remove the containers of a runner that has ended, and what its engine was still making for it."""
+    """Remove the containers of a runner that has ended, and what its engine still made for it. Raises NotReady."""
+    until = time.monotonic() + REMOVAL_SECONDS
     engine = engine_of_environment()
     looks_without = 0
     while looks_without < 3:
         left = engine.containers.list(all=True, filters={"label": f"{LABEL}={mark}"}, ignore_removed=True)
         looks_without = 0 if left else looks_without + 1
+        if left and time.monotonic() > until:
+            names = ", ".join(each.name for each in left)
+            raise NotReady(f"the engine does not remove {names} in {REMOVAL_SECONDS:g} s", code="no_containers")
         for each in left:
             # It may go by itself meanwhile.
             with suppress(OSError):

@@ -39,6 +39,8 @@ TRIALS = 200
 AT_ONCE = 4
 # Of the sessions that were trained on: so many are looked at for breaks.
 TRACED = 100
+# The runner ends its games by then, each of which calls a few times.
+RUNNER_END_SECONDS = 60.0
 JOB: JsonObject = {
     "name": NAME,
     "model": {"dtype": "float32", "max_prompt_tokens": 8, "max_response_tokens": 24},
@@ -141,7 +143,11 @@ def runner(url: str, folder: Path) -> Iterator[None]:
         yield
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait()
+        try:
+            process.wait(RUNNER_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def follow(client: Client, job: Job) -> Job:
