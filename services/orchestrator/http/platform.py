@@ -50,8 +50,11 @@ NEEDED_POOLS = ("inference", "sandbox-judge", "replay-buffer", "value-estimation
 CRASHES, CRASH_MINUTES = 3, 15
 MOST_JOBS = 100
 FAILED_HOURS = 24
-# Work on its way is no fault.
-_BUSY = re.compile(r"\d+ groups wait at |training waits for \d+ prompts|an evaluation \([^)]*\) is under way, [^:]*$")
+# Work on its way is no fault, nor is a job whose turn comes.
+_BUSY = re.compile(
+    r"the job waits for a slot: |\d+ groups wait at |training waits for \d+ prompts|"
+    r"an evaluation \([^)]*\) is under way, [^:]*$"
+)
 _LOGS = "its log says why: runs/<name>/logs with `spo up`, `kubectl logs --previous` in a cluster; then `spo doctor`"
 
 Entry = api.AttentionEntry
@@ -190,6 +193,13 @@ def _jobs(context: AppContext, principal: Principal) -> Iterator[Entry]:
         except NotFound:
             # Deleted meanwhile.
             continue
+
+
+def jobs_in_queue(context: AppContext, principal: Principal) -> list[api.JobSummary]:
+    """The jobs that wait for a slot, oldest first; at most MOST_JOBS of those that the principal may see."""
+    tenant = principal.sees_tenant
+    ids = [job_id for job_id in context.queue.waiting() if tenant is None or _owns(context, tenant, job_id)]
+    return job_summaries(context, ids[:MOST_JOBS])
 
 
 def _continual(context: AppContext, principal: Principal) -> Iterator[Entry]:

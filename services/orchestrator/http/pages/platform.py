@@ -21,7 +21,7 @@ from services.orchestrator.container import AppContext, ContextDep, PrincipalDep
 from services.orchestrator.datasets import Dataset
 from services.orchestrator.http.errors import is_part, show
 from services.orchestrator.http.jobs import job_summaries
-from services.orchestrator.http.platform import attention_list, replica_documents, scale_document
+from services.orchestrator.http.platform import attention_list, jobs_in_queue, replica_documents, scale_document
 from services.orchestrator.job_records import JobFilter, page_of_jobs
 from services.orchestrator.replicas import POOLS, published_versions
 from spo import api, redis_keys
@@ -73,9 +73,9 @@ def show_replicas(request: Request, context: ContextDep, principal: PrincipalDep
 
 @router.get("/attention")
 def show_attention(request: Request, context: ContextDep, principal: PrincipalDep) -> Response:
-    """What is wrong now on the whole platform, each with what to do about it."""
-    entries = attention_list(context, principal).items
-    return show(request, "attention/table.html" if is_part(request) else "attention/page.html", entries=entries)
+    """What is wrong now on the whole platform, each with what to do about it; apart, the jobs that wait for a slot."""
+    facts = {"entries": attention_list(context, principal).items, "waiting": jobs_in_queue(context, principal)}
+    return show(request, "attention/table.html" if is_part(request) else "attention/page.html", **facts)
 
 
 @router.get("/experience")

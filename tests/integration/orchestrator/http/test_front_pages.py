@@ -44,6 +44,22 @@ def test_what_is_wrong_names_services_jobs_and_what_to_do(
     assert "<script>alert" not in page
 
 
+def test_a_job_whose_turn_comes_is_not_wrong_and_stands_apart(
+    context: AppContext, api: httpx.Client, document: dict[str, Any]
+) -> None:
+    with Client(str(api.base_url)) as client:
+        job_id = client.submit(document | {"name": "one in the queue"}).id
+        assert "the job waits for a slot" in client.get(job_id).waits[0]
+        found = client.platform.attention()
+
+    assert [entry for entry in found if entry.job_id == job_id] == []
+    wrong, apart = api.get("/attention").text.split("Waiting for a slot")
+    assert "one in the queue" in apart
+    assert "one in the queue" not in wrong
+    context.jobs.transition(job_id, JobState.CANCELLED, "test")
+    assert "Waiting for a slot" not in api.get("/attention").text
+
+
 def test_processes_that_end_again_and_again_are_a_crash_loop(context: AppContext, api: httpx.Client) -> None:
     for pid in range(4):
         context.replicas.beat(HeartbeatRequest(replica_id="judge-0", pool="sandbox-judge", pid=pid))

@@ -20,6 +20,10 @@ htmx.defineExtension("json", {
   },
 });
 
+// On a telephone the navigation is one row that scrolls.
+const here = document.querySelector(".top nav [aria-current]");
+here?.parentElement.scrollTo(here.offsetLeft - here.parentElement.offsetLeft, 0);
+
 const toast = document.getElementById("toast");
 let fading = 0;
 

@@ -61,6 +61,11 @@ def test_nothing_is_wider_or_much_higher_than_a_telephone(page: Any, full: str, 
         page.goto(path)
         page.get_by_role("heading", level=1).first.wait_for()
         assert widest(page) <= TELEPHONE["width"], path
+        if path == "/attention":
+            assert (
+                page.locator("#attention td").evaluate_all(f"all => Math.max(...({EDGES})(all).map(box => box[1]))")
+                <= 390
+            )
     page.goto(f"/jobs/{full}/logs")
     page.locator("summary", has_text="ValueError: the last line").click()
     page.locator("pre", has_text="in x").wait_for()
@@ -68,6 +73,21 @@ def test_nothing_is_wider_or_much_higher_than_a_telephone(page: Any, full: str, 
     assert heights["/evaluations"] < 2500
     assert heights["/logs"] < 2500
     assert complaints == []
+
+
+def test_the_navigation_of_a_telephone_is_one_row_that_shows_where_one_is(page: Any, full: str) -> None:
+    page.set_viewport_size(TELEPHONE)
+    for path, name in (("/", "Jobs"), ("/replicas", "Replicas"), ("/docs", "Docs")):
+        page.goto(path)
+        here = page.locator(".top nav a[aria-current]")
+        assert here.inner_text() == name
+        page.wait_for_function(
+            "document.querySelector('.top nav a[aria-current]').getBoundingClientRect().right <= 390"
+        )
+        assert here.bounding_box()["x"] >= 0
+        assert page.locator(".top nav").bounding_box()["height"] < 50
+        assert page.locator(".top").bounding_box()["height"] < 110
+        assert widest(page) <= TELEPHONE["width"]
 
 
 def test_reports_of_progress_are_one_line_and_a_traceback_is_folded(page: Any, full: str) -> None:
