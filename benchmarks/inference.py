@@ -26,8 +26,8 @@ from services.inference.rollouts import RolloutWorker
 from services.inference.settings import Settings
 from spo import redis_keys
 from spo.local.launcher import free_ports, server_command
-from spo.messaging import streams
 from spo.messaging.redis_client import RedisClient, connect
+from spo.messaging.streams.entries import publish, read_after
 from spo.model.tokenizer import encode_prompt, load_tokenizer
 from spo.observability import configure_logs
 from spo.spec.job_spec import spec_to_json
@@ -72,13 +72,13 @@ class Service:
     def tokens(self) -> int:
         """Send GROUPS prompts and take their rollouts; returns the response tokens that came back."""
         payloads = [self._group(index).SerializeToString() for index in range(GROUPS)]
-        streams.publish(self._client, redis_keys.prompts(RUN), payloads)
+        publish(self._client, redis_keys.prompts(RUN), payloads)
         position, groups, tokens = "0-0", 0, 0
         deadline = time.monotonic() + WAIT_SECONDS
         while groups < GROUPS:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {WAIT_SECONDS:g} s for {GROUPS - groups} rollout groups")
-            entries = streams.read_after(self._client, redis_keys.rollouts(), position, block_seconds=1)
+            entries = read_after(self._client, redis_keys.rollouts(), position, block_seconds=1)
             for entry in entries:
                 rollouts = RolloutGroup.FromString(entry.payload)
                 tokens += sum(len(each.response_token_ids) for each in rollouts.trajectories)

@@ -21,7 +21,7 @@ from services.sandbox_judge.stage import JudgeScheduler, JudgeWorker
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import RunTenants
-from spo.messaging.streams import counted_append_words
+from spo.messaging.streams.entries import counted_append_words
 from spo.testing.peers import wait_until
 from spo.testing.runs import start_run
 from spo.v1 import verdict_pb2

@@ -33,7 +33,8 @@ from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import NotReady
 from spo.messaging.redis_client import RedisClient, connect
-from spo.messaging.streams import Consumer, Entry
+from spo.messaging.streams.entries import Entry
+from spo.messaging.streams.stage import Consumer
 from spo.observability import configure_logs
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.spec.plan import (

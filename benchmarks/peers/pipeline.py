@@ -21,7 +21,7 @@ from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.local.launcher import server_command
 from spo.messaging.redis_client import RedisClient, connect
-from spo.messaging.streams import Consumer
+from spo.messaging.streams.stage import Consumer
 from spo.rpc.client import is_healthy
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec

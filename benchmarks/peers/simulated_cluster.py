@@ -22,7 +22,8 @@ from services.orchestrator.replicas import GroupsInHand, LiveReplica, assign
 from services.replay_buffer.windows import Limiter, LiveCounts
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient
-from spo.messaging.streams import Consumer, Entry
+from spo.messaging.streams.entries import Entry
+from spo.messaging.streams.stage import Consumer
 from spo.spec.section import JobState
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
 

@@ -19,8 +19,9 @@ from typing import Any
 
 from spo import redis_keys
 from spo.errors import SpoError
-from spo.messaging import streams
 from spo.messaging.redis_client import open_client
+from spo.messaging.streams.entries import read_after
+from spo.messaging.streams.stage import Consumer
 from spo.rpc.client import RpcClient
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2_grpc import OrchestratorServiceStub
@@ -68,7 +69,7 @@ class SimulatedReplica:
                 time.sleep(BLOCK_SECONDS / 4)
                 continue
             wait = min(BLOCK_SECONDS, max(0.01, self.next_beat - time.monotonic()))
-            entries = streams.read_after(self.redis, redis_keys.weights(self.run_id), position, wait)
+            entries = read_after(self.redis, redis_keys.weights(self.run_id), position, wait)
             if entries:
                 position = entries[-1].entry_id
                 announced = WeightAnnouncement.FromString(entries[-1].payload)
@@ -99,9 +100,7 @@ class SimulatedReplica:
         """Prompts in, rollouts out, for ever."""
         while not self.run_id:
             time.sleep(BLOCK_SECONDS / 4)
-        consumer = streams.Consumer(
-            self.redis, redis_keys.prompts(self.run_id), redis_keys.INFERENCE_GROUP, self.replica_id
-        )
+        consumer = Consumer(self.redis, redis_keys.prompts(self.run_id), redis_keys.INFERENCE_GROUP, self.replica_id)
         while True:
             for entry in consumer.read(1, BLOCK_SECONDS):
                 group = PromptGroup.FromString(entry.payload)

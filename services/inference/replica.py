@@ -27,9 +27,9 @@ from services.inference.settings import Settings
 from services.inference.weights import REFERENCE_VERSION, PolicyVersions, Weights, reference_weights, room_for
 from spo import observability, redis_keys
 from spo.errors import NotFound, NotReady, PreconditionFailed, SpoError
-from spo.messaging import streams
 from spo.messaging.redis_client import RedisClient, as_spo_error
 from spo.messaging.run_specs import RunTenants
+from spo.messaging.streams.entries import read_after
 from spo.model.folder import inspect_model_folder, tensor_shapes
 from spo.model.tokenizer import end_tokens, load_tokenizer
 from spo.model.tool_calls import ToolFormat, probe_tools
@@ -307,7 +307,7 @@ class ServingReplica:
         """Wait a little for announcements and apply the newest; returns the new position in the stream."""
         newest, sent = WeightAnnouncement(), None
         try:
-            entries = streams.read_after(
+            entries = read_after(
                 self._client, redis_keys.weights(assignment.run_id), position, block_seconds=FOLLOW_SECONDS
             )
         except redis.RedisError as error:
@@ -417,7 +417,7 @@ def engine_spec_of(spec: JobSpec, model_path: Path) -> EngineSpec:
 def published_before(client: RedisClient, announced: WeightAnnouncement) -> list[tuple[int, str]]:
     """(version, manifest digest) of what the run published before a version, newest first. Raises NotReady."""
     try:
-        entries = streams.read_after(client, redis_keys.weights(announced.run_id), "0-0", block_seconds=0)
+        entries = read_after(client, redis_keys.weights(announced.run_id), "0-0", block_seconds=0)
     except redis.RedisError as error:
         raise NotReady(f"the run's weight announcements cannot be read: {error}") from error
     found = [WeightAnnouncement.FromString(entry.payload) for entry in entries]

@@ -31,8 +31,9 @@ from services.inference.settings import Settings
 from spo import observability, redis_keys
 from spo.errors import InvalidInput, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient
-from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
+from spo.messaging.streams.entries import Entry, decoded
 from spo.messaging.streams.recovery import Outage
+from spo.messaging.streams.stage import Consumer, StageRunner
 from spo.model.chat import ChatFormat
 from spo.model.tokenizer import decode_response, opens_reasoning, tokens_to_stop
 from spo.v1.prompt_pb2 import PromptGroup

@@ -23,8 +23,9 @@ from services.orchestrator.commit import now_ms
 from services.orchestrator.jobs import JobStore, seed_of
 from spo import redis_keys
 from spo.errors import InvalidInput, LeaseLost, NotFound, SpoError
-from spo.messaging.streams import Consumer, Entry, decoded
+from spo.messaging.streams.entries import Entry, decoded
 from spo.messaging.streams.recovery import Outage
+from spo.messaging.streams.stage import Consumer
 from spo.observability import get_logger
 from spo.service.process import in_rounds
 from spo.spec.job_spec import JobSpec

@@ -51,7 +51,7 @@ from services.orchestrator.settings import Settings
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotFound, PreconditionFailed, Unreachable
 from spo.messaging.redis_client import RedisClient, only_this_job, write_even_when_full
-from spo.messaging.streams import depth, entries_of_run
+from spo.messaging.streams.entries import depth, entries_of_run
 from spo.observability import get_logger
 from spo.rpc.pools import JudgePools
 from spo.service.process import in_rounds

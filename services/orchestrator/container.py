@@ -36,7 +36,6 @@ from services.orchestrator.deletion import JobDeletion, Leftovers
 from services.orchestrator.dispatch import PromptDispatcher
 from services.orchestrator.evaluation import EvaluationLimits, EvaluationQueue
 from services.orchestrator.forks import Forks
-from services.orchestrator.heartbeats import HeartbeatResponder
 from services.orchestrator.jobs import EventFiles, JobStore
 from services.orchestrator.leases import JobFiles, Leases
 from services.orchestrator.monitor import JobMonitor
@@ -215,7 +214,6 @@ class AppContext:
         self.replicas = ReplicaRegistry(self.jobs, settings.replica_silence_seconds)
         self.assigner = ReplicaAssigner(self.jobs, self.replicas)
         self.in_hand = GroupsInHand(self.replicas.live)
-        self.heartbeats = HeartbeatResponder(self.jobs, self.assigner, self.in_hand)
         traffic = ServingTraffic()
         per_replica = settings.serving_streams_per_replica
         self.autoscaling = Autoscaling(self.jobs, self.assigner, self.judges, traffic, per_replica)

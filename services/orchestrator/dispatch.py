@@ -23,7 +23,7 @@ from spo import observability, redis_keys
 from spo.algorithm.replay_sampling import value_spread
 from spo.errors import InternalError, PreconditionFailed, SpoError
 from spo.messaging.redis_client import as_spo_error
-from spo.messaging.streams import append_words
+from spo.messaging.streams.entries import append_words
 from spo.messaging.streams.recovery import Outage, TroubleNotes, reason_of
 from spo.observability import get_logger
 from spo.rpc.client import RpcClient

@@ -22,7 +22,7 @@ from services.orchestrator.leases import CheckpointRecord, JobFiles, kept_checkp
 from services.orchestrator.replicas import published_versions
 from services.orchestrator.values import reference_in_force
 from spo import errors, redis_keys
-from spo.messaging.streams import append_words
+from spo.messaging.streams.entries import append_words
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.v1.weights_pb2 import WeightAnnouncement

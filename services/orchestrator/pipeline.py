@@ -10,7 +10,7 @@ from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.errors import PreconditionFailed
 from spo.messaging.redis_client import RedisClient
-from spo.messaging.streams import StreamDepth, depths, entries_of_run
+from spo.messaging.streams.entries import StreamDepth, depths, entries_of_run
 from spo.messaging.streams.recovery import DeadLetterCount, Trouble, counts_of, troubles_of
 
 # Streams that all runs share, with the group that reads them.

@@ -38,7 +38,7 @@ from services.orchestrator.leases import CheckpointRecord, JobFiles, recorded_ch
 from spo import redis_keys
 from spo.errors import IntegrityError, NotFound, PreconditionFailed, SpoError, StorageUnavailable, Unreachable
 from spo.messaging.redis_client import RedisClient, ServerFacts, StreamEntry, replies_by_key
-from spo.messaging.streams import append_words
+from spo.messaging.streams.entries import append_words
 from spo.observability import get_logger
 from spo.service.process import in_rounds
 from spo.service.state import StateFolder, StatePlace

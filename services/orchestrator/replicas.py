@@ -25,7 +25,7 @@ from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, PreconditionFailed
 from spo.messaging.redis_client import record_words
-from spo.messaging.streams import append_words
+from spo.messaging.streams.entries import append_words
 from spo.observability import MAX_CHARACTERS, POLICY_VERSION, get_logger, head_and_tail
 from spo.rpc.pools import TIME_BYTES
 from spo.spec.section import ACTIVE, HOLDS_SLOT, JobState

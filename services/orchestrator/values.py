@@ -27,7 +27,7 @@ from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.experience.store import ExperienceStore
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import run_tenant
-from spo.messaging.streams import counted_append_words
+from spo.messaging.streams.entries import counted_append_words
 from spo.spec.job_spec import JobSpec
 from spo.spec.reward import qhat_0
 from spo.spec.section import SAMPLED_SOURCES, TERMINAL, JobState, decode_state

@@ -11,7 +11,7 @@ from services.replay_buffer.service import ReplayService
 from services.replay_buffer.settings import Settings
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
-from spo.messaging.streams import Consumer
+from spo.messaging.streams.stage import Consumer
 from spo.service.process import ServiceProcess, join_platform
 from spo.v1.replay_service_pb2_grpc import add_ReplayServiceServicer_to_server
 

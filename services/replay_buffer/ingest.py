@@ -27,7 +27,8 @@ from services.replay_buffer.windows import Limiter, read_fact
 from spo import observability, redis_keys
 from spo.errors import IntegrityError, InvalidInput, NotReady, SpoError
 from spo.messaging.redis_client import as_spo_error, refuses_writes
-from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
+from spo.messaging.streams.entries import Entry, decoded
+from spo.messaging.streams.stage import Consumer, StageRunner
 from spo.observability import get_logger
 from spo.rpc.client import RpcClient, UnknownMethod, chunks_by_bytes
 from spo.service.process import for_each_run

@@ -68,7 +68,7 @@ from services.sandbox_judge.test_set_store import Store, TestSets, tests_in
 from spo import observability, redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotReady, ResourceExhausted
 from spo.messaging.redis_client import RedisClient
-from spo.messaging.streams import Consumer
+from spo.messaging.streams.stage import Consumer
 from spo.observability import get_logger
 from spo.rpc.server import JudgeCalls
 from spo.service.judge_stage import JudgeStage, VerdictCache

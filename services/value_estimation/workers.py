@@ -46,7 +46,8 @@ from spo.algorithm.values import JEFFREYS, BetaPrior, next_positions, soft_value
 from spo.errors import InvalidInput, NotReady
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import run_state, write_of_run
-from spo.messaging.streams import Consumer, Entry, StageRunner, decoded, depth
+from spo.messaging.streams.entries import Entry, decoded, depth
+from spo.messaging.streams.stage import Consumer, StageRunner
 from spo.spec.job_spec import JobSpec, PivotalSpec, RewardSpec, SequentialSpec, ValueSpec
 from spo.spec.reward import evidence_of, has_succeeded
 from spo.spec.section import SAMPLED_SOURCES, WANTED, JobState

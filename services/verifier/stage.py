@@ -21,7 +21,7 @@ from services.verifier.settings import Settings
 from spo import observability, redis_keys
 from spo.errors import FieldViolation, InvalidInput, ResourceExhausted
 from spo.messaging.redis_client import RedisClient
-from spo.messaging.streams import Consumer
+from spo.messaging.streams.stage import Consumer
 from spo.rpc.server import JudgeCalls
 from spo.service.judge_stage import JudgedEntry, JudgeStage, KeptBytes, StoredTestSets
 from spo.spec.tasks import OWN_MODEL, SERVED, served_judge

@@ -20,7 +20,8 @@ from spo import observability, redis_keys
 from spo.errors import IntegrityError, NotFound, NotReady
 from spo.messaging.redis_client import unless_away
 from spo.messaging.run_specs import RunSpecs
-from spo.messaging.streams import Consumer, Entry, StageRunner, decoded
+from spo.messaging.streams.entries import Entry, decoded
+from spo.messaging.streams.stage import Consumer, StageRunner
 from spo.observability import get_logger
 from spo.spec.job_spec import RewardSpec
 from spo.spec.reward import needs_all_tests, reward_of

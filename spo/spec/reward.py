@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from spo.algorithm.values import (
     BetaPrior,
@@ -19,7 +20,6 @@ from spo.algorithm.values import (
     unsolved_posterior,
 )
 from spo.errors import InvalidInput
-from spo.spec.job_spec import JobSpec
 from spo.spec.section import AlgorithmSpec
 from spo.spec.tasks import RewardSpec
 from spo.v1.trajectory_pb2 import Trajectory
@@ -31,6 +31,9 @@ from spo.v1.verdict_pb2 import (
     OUTCOME_UNSPECIFIED,
     Verdict,
 )
+
+if TYPE_CHECKING:
+    from spo.spec.job_spec import JobSpec
 
 # Rewards travel as decimal text and float32 in places.
 _ROUNDING = 1e-6

@@ -37,7 +37,8 @@ from services.trainer.batches import ForwardLimits, ReplayClient, WeightedMeans,
 from services.trainer.learner import Policy
 from services.trainer.ranks import Ranks
 from spo import redis_keys
-from spo.messaging.streams import Consumer, publish
+from spo.messaging.streams.entries import publish
+from spo.messaging.streams.stage import Consumer
 from spo.model.tokenizer import load_tokenizer
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer

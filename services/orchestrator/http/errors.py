@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import redis
 from fastapi import FastAPI, Request, Response
@@ -23,7 +23,6 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from services.orchestrator.container import AppContext
 from services.orchestrator.damaged_jobs import keys_of_another_kind
 from services.orchestrator.job_records import ACTIONS
 from spo import errors
@@ -31,6 +30,9 @@ from spo.errors import SpoError, catalogue
 from spo.messaging.redis_client import as_spo_error
 from spo.observability import get_logger
 from spo.spec.section import JobState
+
+if TYPE_CHECKING:
+    from services.orchestrator.container import AppContext
 
 # The first steps of the paths of each API, whether they are served or not; a base URL with /v1 at its end twice, too.
 _OPENAI = re.compile(

@@ -36,7 +36,7 @@ from services.orchestrator.values import require_stored
 from spo import api, redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, NotReady, ResourceExhausted
 from spo.messaging.redis_client import only_this_job, replies_by_key
-from spo.messaging.streams import oldest_unix_ms
+from spo.messaging.streams.entries import oldest_unix_ms
 from spo.spec.job_spec import JobSpec
 from spo.spec.section import TERMINAL, JobState
 

@@ -12,37 +12,3 @@ Only invalid input becomes a dead letter (`failures`): every other failure is an
 tried again for as long as it takes, while the job says what it waits for. An entry whose holders vanish is handled
 alone, and given up on only when it goes on killing holders that have nothing else in hand (`Consumer`).
 """
-
-from spo.messaging.streams.entries import (
-    Entry,
-    StreamDepth,
-    append_words,
-    counted_append_words,
-    decoded,
-    depth,
-    depths,
-    entries_of_run,
-    oldest_unix_ms,
-    publish,
-    read_after,
-)
-from spo.messaging.streams.recovery import Fate, fate_of
-from spo.messaging.streams.stage import Consumer, StageRunner
-
-__all__ = [
-    "Consumer",
-    "Entry",
-    "Fate",
-    "StageRunner",
-    "StreamDepth",
-    "append_words",
-    "counted_append_words",
-    "decoded",
-    "depth",
-    "depths",
-    "entries_of_run",
-    "fate_of",
-    "oldest_unix_ms",
-    "publish",
-    "read_after",
-]

@@ -22,7 +22,8 @@ from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import NotReady
 from spo.local.launcher import server_command
-from spo.messaging.streams import Consumer, StageRunner, publish
+from spo.messaging.streams.entries import publish
+from spo.messaging.streams.stage import Consumer, StageRunner
 from spo.service.state import StateFolder
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until

@@ -19,7 +19,8 @@ import redis
 from spo import redis_keys
 from spo.errors import Unreachable
 from spo.messaging.redis_client import as_spo_error, connect, open_async_server, public_address
-from spo.messaging.streams import Consumer, Entry, StageRunner
+from spo.messaging.streams.entries import Entry
+from spo.messaging.streams.stage import Consumer, StageRunner
 from spo.testing.peers import wait_until
 from tests.support.sentinels import PASSWORD, SENTINEL_PASSWORD, SentinelCluster
 

@@ -10,7 +10,7 @@ import redis
 
 from spo import redis_keys
 from spo.local.warm_parent import WarmProcess
-from spo.messaging import streams
+from spo.messaging.streams.entries import publish
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import spec_to_json
@@ -117,7 +117,7 @@ def announcement(stored: StoredVersion) -> WeightAnnouncement:
 
 
 def announce(client: redis.Redis, stored: StoredVersion) -> None:
-    streams.publish(client, redis_keys.weights(RUN), [announcement(stored).SerializeToString()])
+    publish(client, redis_keys.weights(RUN), [announcement(stored).SerializeToString()])
 
 
 def prompt_group(number: int, *, text: str = STATEMENT, samples: int = 4, version: int | None = None) -> PromptGroup:

@@ -20,7 +20,7 @@ from services.inference.settings import Settings
 from services.inference.weights import PolicyVersions, Weights
 from services.orchestrator.replicas import announcement_of
 from spo import redis_keys
-from spo.messaging.streams import publish
+from spo.messaging.streams.entries import publish
 from spo.testing.peers import wait_until
 from spo.v1 import orchestrator_service_pb2 as orchestrator
 from spo.v1.weights_pb2 import WeightAnnouncement

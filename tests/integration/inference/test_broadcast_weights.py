@@ -10,7 +10,7 @@ import redis
 
 from spo import redis_keys
 from spo.local.warm_parent import WarmProcess
-from spo.messaging import streams
+from spo.messaging.streams.entries import publish as append_entries
 from spo.testing.peers import wait_until
 from spo.testing.trainer import write_random_llama
 from spo.v1 import inference_service_pb2 as inference
@@ -36,7 +36,7 @@ def publish(client: redis.Redis, stored: StoredVersion, broadcaster: Broadcaster
     assert offer
     announced = announcement(stored)
     announced.broadcast.CopyFrom(offer)
-    streams.publish(client, redis_keys.weights(RUN), [announced.SerializeToString()])
+    append_entries(client, redis_keys.weights(RUN), [announced.SerializeToString()])
     broadcaster.send(stored, offer, replicas)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import redis
 
 from spo import redis_keys
-from spo.messaging import streams
+from spo.messaging.streams.entries import publish, read_after
 from spo.testing.peers import wait_until
 from spo.testing.trainer import write_random_llama
 from spo.v1.trajectory_pb2 import RolloutGroup
@@ -35,13 +35,13 @@ def test_a_replica_that_joins_serves_the_newest_intact_version_says_so_and_takes
     content = damaged.files[0].read_bytes()
     damaged.files[0].write_bytes(content[:-1])
     announce(redis_client, damaged)
-    streams.publish(redis_client, redis_keys.prompts(RUN), [prompt_group(1).SerializeToString()])
+    publish(redis_client, redis_keys.prompts(RUN), [prompt_group(1).SerializeToString()])
     try:
         platform.assign(RUN)
         platform.orchestrator.response.weights.CopyFrom(announcement(damaged))
         replica = platform.start_replica()
         wait_until(lambda: redis_client.xlen(redis_keys.rollouts()), "the rollouts", WAIT_SECONDS)
-        (entry,) = streams.read_after(redis_client, redis_keys.rollouts(), "0-0", 1)
+        (entry,) = read_after(redis_client, redis_keys.rollouts(), "0-0", 1)
         made = RolloutGroup.FromString(entry.payload).trajectories
         assert {(each.policy_version_first, each.policy_version_last) for each in made} == {(2, 2)}
         wait_until(lambda: platform.beat(replica).policy_version == 2, "version 2 to be told", WAIT_SECONDS)

@@ -22,7 +22,7 @@ from services.inference.settings import Settings
 from services.inference.weights import Weights
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady, Unreachable
-from spo.messaging.streams import publish
+from spo.messaging.streams.entries import publish
 from spo.messaging.streams.recovery import WORK_DEATHS, asked_to_stop
 from spo.model.tokenizer import load_tokenizer
 from spo.rpc.client import RpcClient, generate

@@ -12,7 +12,7 @@ import redis
 
 from spo import redis_keys
 from spo.errors import IntegrityError, InvalidInput, NotReady, PreconditionFailed
-from spo.messaging import streams
+from spo.messaging.streams.entries import StreamDepth, depth, publish
 from spo.rpc.client import is_healthy
 from spo.rpc.healthcheck import why_not_serving
 from spo.testing.peers import wait_until
@@ -134,7 +134,7 @@ def test_prompts_become_rollouts_and_those_that_never_can_dead_letters(
     groups = [prompt_group(number) for number in range(100, 130)] + [prompt_group(130, text=STATEMENT * 40)]
     stream = redis_keys.prompts(RUN)
     payloads = [group.SerializeToString() for group in groups] + [b"\xff no message"]
-    streams.publish(connection, stream, payloads)
+    publish(connection, stream, payloads)
 
     wait_until(lambda: len(rollouts(connection)) - before >= 30, "30 rollout groups", WAIT_SECONDS)
     wait_until(lambda: connection.xlen(redis_keys.dead_letters(stream)) == 2, "two dead letters", WAIT_SECONDS)
@@ -145,14 +145,14 @@ def test_prompts_become_rollouts_and_those_that_never_can_dead_letters(
     assert {group.request.group_id for group in rollouts(connection)[before:]} == {
         f"group-{n}" for n in range(100, 130)
     }
-    assert streams.depth(connection, stream, redis_keys.INFERENCE_GROUP) == streams.StreamDepth(0, 0)
+    assert depth(connection, stream, redis_keys.INFERENCE_GROUP) == StreamDepth(0, 0)
     connection.delete(redis_keys.dead_letters(stream))
 
 
 def test_a_consumer_group_that_was_lost_is_made_again(platform: Platform, connection: redis.Redis) -> None:
     before = len(rollouts(connection))
     connection.xgroup_destroy(redis_keys.prompts(RUN), redis_keys.INFERENCE_GROUP)
-    streams.publish(connection, redis_keys.prompts(RUN), [prompt_group(200).SerializeToString()])
+    publish(connection, redis_keys.prompts(RUN), [prompt_group(200).SerializeToString()])
     wait_until(lambda: len(rollouts(connection)) > before, "the rollouts", WAIT_SECONDS)
     assert rollouts(connection)[-1].request.group_id == "group-200"
 
@@ -209,12 +209,12 @@ def test_a_killed_replica_loses_nothing_and_a_stopped_one_ends_cleanly(
     before = len(rollouts(connection))
     stream = redis_keys.prompts(RUN)
     groups = [prompt_group(number, samples=16) for number in range(1000, 1060)]
-    streams.publish(connection, stream, [group.SerializeToString() for group in groups])
+    publish(connection, stream, [group.SerializeToString() for group in groups])
     wait_until(lambda: len(rollouts(connection)) > before + 3, "the first rollouts", WAIT_SECONDS)
     victim = platform.replicas[0]
     victim.send_signal(signal.SIGKILL)
     victim.wait(WAIT_SECONDS)
-    assert streams.depth(connection, stream, redis_keys.INFERENCE_GROUP).pending > 0
+    assert depth(connection, stream, redis_keys.INFERENCE_GROUP).pending > 0
 
     successor = platform.start_replica()
     wait_until(lambda: len(rollouts(connection)) - before >= len(groups), "all groups", WAIT_SECONDS)
@@ -223,9 +223,9 @@ def test_a_killed_replica_loses_nothing_and_a_stopped_one_ends_cleanly(
     ids = [t.trajectory_id for group in rollouts(connection)[before:] for t in group.trajectories]
     assert len(set(ids)) == len(ids) == 16 * len(groups)
 
-    streams.publish(connection, stream, [group.SerializeToString() for group in groups])
+    publish(connection, stream, [group.SerializeToString() for group in groups])
     wait_until(
-        lambda: streams.depth(connection, stream, redis_keys.INFERENCE_GROUP).pending > 0,
+        lambda: depth(connection, stream, redis_keys.INFERENCE_GROUP).pending > 0,
         "a group being sampled",
         WAIT_SECONDS,
     )

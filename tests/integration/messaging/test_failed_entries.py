@@ -10,8 +10,10 @@ import redis
 
 from spo import redis_keys
 from spo.errors import InternalError, InvalidInput, NotFound, NotReady
-from spo.messaging.streams import Consumer, Entry, StageRunner, counted_append_words, depth, publish, recovery
+from spo.messaging.streams import recovery
+from spo.messaging.streams.entries import Entry, counted_append_words, depth, publish
 from spo.messaging.streams.recovery import StreamHolder, troubles_of
+from spo.messaging.streams.stage import Consumer, StageRunner
 from spo.testing.peers import wait_until
 
 STREAM, NEXT = "spo:test:rollouts", "spo:test:verdicts"

@@ -12,9 +12,9 @@ import redis
 
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady
-from spo.messaging.streams import Consumer, Entry, StageRunner, counted_append_words, depth
+from spo.messaging.streams.entries import Entry, counted_append_words, depth
 from spo.messaging.streams.recovery import newest
-from spo.messaging.streams.stage import MAX_LANES
+from spo.messaging.streams.stage import MAX_LANES, Consumer, StageRunner
 from spo.testing.peers import wait_until
 
 STREAM, GROUP = "spo:estimates", "readers"

@@ -8,9 +8,10 @@ import time
 import redis
 
 from spo import redis_keys
-from spo.messaging.streams import Consumer, Entry, publish, recovery
+from spo.messaging.streams import recovery
+from spo.messaging.streams.entries import Entry, publish
 from spo.messaging.streams.recovery import ENTRY_DEATHS, StreamHolder
-from spo.messaging.streams.stage import PROVEN_WEIGHT, deliver
+from spo.messaging.streams.stage import PROVEN_WEIGHT, Consumer, deliver
 from spo.testing.peers import wait_until
 
 STREAM, NEXT, GROUP = "spo:test:rollouts", "spo:test:verdicts", "judges"

@@ -19,8 +19,10 @@ from structlog.testing import LogCapture
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.local.launcher import free_ports
-from spo.messaging.streams import Consumer, Entry, StageRunner, publish, recovery
+from spo.messaging.streams import recovery
+from spo.messaging.streams.entries import Entry, publish
 from spo.messaging.streams.recovery import StreamHolder
+from spo.messaging.streams.stage import Consumer, StageRunner
 from spo.rpc.client import is_healthy
 from spo.testing.peers import wait_until
 

@@ -11,8 +11,9 @@ import redis
 
 from spo.local.launcher import server_command
 from spo.messaging.redis_client import RedisClient, connect
-from spo.messaging.streams import Consumer, publish
+from spo.messaging.streams.entries import publish
 from spo.messaging.streams.recovery import StreamHolder
+from spo.messaging.streams.stage import Consumer
 from spo.testing.peers import wait_until
 from tests.chaos.clocks import Clocks
 from tests.conftest import free_port as any_port

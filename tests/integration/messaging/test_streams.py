@@ -6,7 +6,8 @@ import random
 
 import redis
 
-from spo.messaging.streams import Consumer, Entry, counted_append_words, entries_of_run, publish
+from spo.messaging.streams.entries import Entry, counted_append_words, entries_of_run, publish
+from spo.messaging.streams.stage import Consumer
 from spo.redis_keys import entries_in_flight
 
 STREAM, NEXT = "spo:test:rollouts", "spo:test:verdicts"

@@ -12,7 +12,8 @@ import redis
 
 from spo import observability
 from spo.errors import NotFound
-from spo.messaging.streams import Consumer, append_words, publish
+from spo.messaging.streams.entries import append_words, publish
+from spo.messaging.streams.stage import Consumer
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.testing.peers import Collector

@@ -12,7 +12,8 @@ import redis
 from services.replay_buffer.ingest import IngestWorker, ReferenceScores, forget_anchor
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
-from spo.messaging import streams
+from spo.messaging.streams.entries import publish
+from spo.messaging.streams.stage import Consumer
 from spo.rpc.client import RpcClient
 from spo.testing.peers import wait_until
 from spo.testing.runs import RUN, ScorerDouble, served_scorer, start_run, trajectory
@@ -47,8 +48,8 @@ def entered(
         for number, version in enumerate(versions)
     ]
     group = RolloutGroup(request=PromptGroup(group_id="group-0", run_id=RUN), trajectories=samples)
-    streams.publish(client, redis_keys.verdicts(), [group.SerializeToString()])
-    consumer = streams.Consumer(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest-1")
+    publish(client, redis_keys.verdicts(), [group.SerializeToString()])
+    consumer = Consumer(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest-1")
     worker = IngestWorker(ReplayStore(client), consumer, ReferenceScores(scorer, 5.0), 16)
     stop = threading.Event()
     thread = threading.Thread(target=worker.run, args=(stop,))

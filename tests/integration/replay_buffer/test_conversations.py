@@ -19,7 +19,8 @@ from spo import redis_keys
 from spo.errors import InvalidInput
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Origin
-from spo.messaging import streams
+from spo.messaging.streams.entries import publish
+from spo.messaging.streams.stage import Consumer
 from spo.model.chat import action_mask
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import RewardSpec
@@ -75,7 +76,7 @@ def spoken(run_id: str, number: int, turns: list[tuple[bool, int]]) -> Trajector
 
 
 def worker_of(client: redis.Redis, values: RpcClient) -> IngestWorker:
-    consumer = streams.Consumer(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest-1", 5.0)
+    consumer = Consumer(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest-1", 5.0)
     return IngestWorker(ReplayStore(client), consumer, ReferenceScores(values, 5.0), 16)
 
 
@@ -90,7 +91,7 @@ def test_trained_tokens_are_sampled_tokens_for_every_conversation(
     sampled = {f"traj_{number}": spoken(RUN, number, turns) for number, turns in enumerate(drawn)}
     worker = worker_of(redis_client, values)
     group = RolloutGroup(request=PromptGroup(run_id=RUN), trajectories=sampled.values())
-    streams.publish(redis_client, redis_keys.verdicts(), [group.SerializeToString()])
+    publish(redis_client, redis_keys.verdicts(), [group.SerializeToString()])
     worker.ingest(worker.consumer.read(1, 1.0))
 
     request = SampleBatchRequest(run_id=RUN, batch_size=4, step=0)
@@ -136,7 +137,7 @@ def test_a_conversation_that_does_not_fit_its_response_is_refused_by_name(
     spoil(made)  # type: ignore[operator]
     worker = worker_of(redis_client, values)
     group = RolloutGroup(request=PromptGroup(run_id=RUN), trajectories=[made, sound])
-    streams.publish(redis_client, redis_keys.verdicts(), [group.SerializeToString()])
+    publish(redis_client, redis_keys.verdicts(), [group.SerializeToString()])
 
     with pytest.raises(InvalidInput) as refusal:
         worker.ingest(worker.consumer.read(1, 1.0))

@@ -23,8 +23,9 @@ from services.replay_buffer.store import ReplayStore, StorageMonitor
 from spo import redis_keys
 from spo.errors import NotFound, NotReady
 from spo.local.launcher import server_command
-from spo.messaging import streams
 from spo.messaging.redis_client import connect
+from spo.messaging.streams.entries import publish as append_entries
+from spo.messaging.streams.stage import Consumer
 from spo.observability import configure_logs
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
@@ -195,7 +196,7 @@ def worker(server: Server) -> Iterator[IngestWorker]:
         values = RpcClient("value-estimation", address, ValueServiceStub)
         # Its own connection: it is cut off when the server dies.
         client = connect(f"redis://127.0.0.1:{server.port}/0")
-        consumer = streams.Consumer(
+        consumer = Consumer(
             client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest-1", reclaim_after_seconds=0.4
         )
         yield IngestWorker(ReplayStore(client), consumer, ReferenceScores(values, 5.0), 4)
@@ -215,7 +216,7 @@ def running(worker: IngestWorker) -> Iterator[None]:
 
 def publish(client: redis.Redis, numbers: range) -> None:
     groups = [judged_group([number, number + 1]) for number in numbers]
-    streams.publish(client, redis_keys.verdicts(), [group.SerializeToString() for group in groups])
+    append_entries(client, redis_keys.verdicts(), [group.SerializeToString() for group in groups])
 
 
 def expected(count: int) -> list[str]:

@@ -21,8 +21,9 @@ from services.replay_buffer.ingest import IngestWorker, ReferenceScores
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import IntegrityError
-from spo.messaging import streams
 from spo.messaging.streams import recovery
+from spo.messaging.streams.entries import counted_append_words, publish as append_entries
+from spo.messaging.streams.stage import Consumer
 from spo.rpc.client import MAX_MESSAGE_BYTES, RpcClient
 from spo.testing.peers import wait_until
 from spo.testing.runs import FOREIGN_TOKEN, RUN, ScorerDouble, judged_group, served_scorer, start_run
@@ -47,7 +48,7 @@ def scorer_address(scorer: ScorerDouble) -> Iterator[str]:
 def worker(redis_client: redis.Redis, scorer_address: str) -> Iterator[IngestWorker]:
     start_run(redis_client)
     values = RpcClient("value-estimation", scorer_address, ValueServiceStub)
-    consumer = streams.Consumer(
+    consumer = Consumer(
         redis_client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest-1", reclaim_after_seconds=0.4
     )
     yield IngestWorker(ReplayStore(redis_client), consumer, ReferenceScores(values, 5.0), 16)
@@ -55,7 +56,7 @@ def worker(redis_client: redis.Redis, scorer_address: str) -> Iterator[IngestWor
 
 
 def publish(client: redis.Redis, *groups: RolloutGroup) -> None:
-    streams.publish(client, redis_keys.verdicts(), [group.SerializeToString() for group in groups])
+    append_entries(client, redis_keys.verdicts(), [group.SerializeToString() for group in groups])
 
 
 def ledger(client: redis.Redis) -> list[str]:
@@ -126,7 +127,7 @@ def test_poison_goes_to_the_dead_letters_with_its_reason_and_harms_no_other(
     foreign = judged_group([9])
     foreign.trajectories[0].response_token_ids[0] = FOREIGN_TOKEN
     publish(redis_client, judged_group([0, 1]), poison, unknown_run, foreign, judged_group([2, 3]))
-    streams.publish(redis_client, redis_keys.verdicts(), [b"\xff\xff not protobuf"])
+    append_entries(redis_client, redis_keys.verdicts(), [b"\xff\xff not protobuf"])
 
     run_until(worker, lambda: redis_client.xlen(redis_keys.verdicts()) == 0, "an empty stream")
 
@@ -199,7 +200,7 @@ def giants(count: int, tokens: int, run_id: str) -> list[RolloutGroup]:
 def publish_counted(client: redis.Redis, run_id: str, groups: Sequence[RolloutGroup]) -> None:
     """As judges forward them: named by their run on the stream."""
     for group in groups:
-        for words in streams.counted_append_words(redis_keys.verdicts(), group.SerializeToString(), run_id):
+        for words in counted_append_words(redis_keys.verdicts(), group.SerializeToString(), run_id):
             client.execute_command(*words)
 
 

@@ -15,7 +15,7 @@ import redis
 from services.sandbox_judge.sandbox_worker import memory_parent
 from services.sandbox_judge.test_set_store import TestSets
 from spo import redis_keys
-from spo.messaging import streams
+from spo.messaging.streams.entries import publish
 from spo.spec.job_spec import parse_job_spec, spec_to_json
 from spo.testing.peers import wait_until
 from spo.v1 import verdict_pb2
@@ -77,7 +77,7 @@ def test_every_verdict_of_two_thousand_arrives_once_whoever_is_killed(
     cases = [verdict_pb2.TestCase(stdin=b"%d\n" % n, stdout=b"%d\n" % (2 * n)) for n in range(1, 3)]
     digest = TestSets(redis_client).upload(verdict_pb2.TestSet(tests=cases))
     redis_client.set(redis_keys.run_spec("job_1"), spec_to_json(parse_job_spec({"model": {"path": "pi0"}})))
-    streams.publish(redis_client, redis_keys.rollouts(), [group(n, digest).SerializeToString() for n in range(GROUPS)])
+    publish(redis_client, redis_keys.rollouts(), [group(n, digest).SerializeToString() for n in range(GROUPS)])
     log = tmp_path / "judge.log"
     judge = start_judge(redis_server, log)
     seen: set[psutil.Process] = set()

@@ -15,7 +15,7 @@ from services.sandbox_judge.settings import Settings
 from services.sandbox_judge.stage import Batch, JudgeScheduler, JudgeWorker
 from spo import redis_keys
 from spo.errors import NotReady, ResourceExhausted
-from spo.messaging.streams import counted_append_words, publish
+from spo.messaging.streams.entries import counted_append_words, publish
 from spo.testing.peers import wait_until
 from spo.testing.runs import RUN, start_run
 from spo.v1.prompt_pb2 import Prompt, PromptGroup

@@ -16,7 +16,7 @@ from services.sandbox_judge.settings import Settings
 from services.sandbox_judge.stage import JudgeScheduler, JudgeService, JudgeWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound, ResourceExhausted
-from spo.messaging import streams
+from spo.messaging.streams.entries import publish
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.spec.job_spec import parse_job_spec, spec_to_json
@@ -214,7 +214,7 @@ def test_groups_travel_the_pipeline_with_verdicts_and_rewards(
     digest = scheduler.test_sets.upload(DOUBLES)
     groups = [rollout_group(f"g{n}", [RIGHT, WRONG, "print("], digest) for n in range(20)]
     poison = rollout_group("poison", [RIGHT], digest, language="cobol")
-    streams.publish(redis_client, redis_keys.rollouts(), [each.SerializeToString() for each in [*groups, poison]])
+    publish(redis_client, redis_keys.rollouts(), [each.SerializeToString() for each in [*groups, poison]])
     stop = threading.Event()
     workers = [
         threading.Thread(target=JudgeWorker(redis_client, scheduler, f"w{n}", Settings()), args=(stop,))
@@ -250,7 +250,7 @@ def test_groups_of_a_run_that_a_later_release_started_are_judged(
     # Unknown fields of a message travel on: field 999, a string.
     later = b"\xba\x3e\x05later"
     groups = [rollout_group(f"g{n}", [RIGHT], digest).SerializeToString() + later for n in range(20)]
-    streams.publish(redis_client, redis_keys.rollouts(), groups)
+    publish(redis_client, redis_keys.rollouts(), groups)
     stop = threading.Event()
     worker = threading.Thread(target=JudgeWorker(redis_client, scheduler, "w", Settings()), args=(stop,))
     worker.start()

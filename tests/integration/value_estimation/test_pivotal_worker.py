@@ -15,7 +15,7 @@ from services.value_estimation.samples import SampleMaker
 from services.value_estimation.workers import PivotalWorker
 from spo import redis_keys
 from spo.errors import InvalidInput
-from spo.messaging.streams import depth, publish
+from spo.messaging.streams.entries import depth, publish
 from spo.spec.job_spec import RewardSpec
 from spo.spec.section import JobState
 from spo.testing.runs import EngineDouble, JudgeDouble, Surroundings

@@ -15,7 +15,7 @@ from services.value_estimation.prompt_estimate import FEWEST_PROMPTS
 from services.value_estimation.workers import ValueWorker
 from spo import redis_keys
 from spo.errors import NotReady
-from spo.messaging.streams import publish
+from spo.messaging.streams.entries import publish
 from spo.spec.reward import qhat_0
 from spo.spec.section import JobState
 from spo.testing.runs import RIGHT, WRONG, EngineDouble, JudgeDouble, Surroundings

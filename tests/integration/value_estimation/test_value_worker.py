@@ -17,7 +17,8 @@ from services.replay_buffer.store import ReplayStore
 from services.value_estimation.workers import ValueWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound
-from spo.messaging.streams import Consumer, depth, publish
+from spo.messaging.streams.entries import depth, publish
+from spo.messaging.streams.stage import Consumer
 from spo.rpc.client import RpcClient
 from spo.testing.runs import RIGHT, WRONG, EngineDouble, JudgeDouble, Surroundings
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, Prompt, PromptGroup, Sampling

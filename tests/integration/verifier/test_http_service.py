@@ -16,7 +16,7 @@ from services.verifier.settings import Settings
 from services.verifier.stage import VerifierScheduler, VerifierWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady, SpoError
-from spo.messaging.streams import publish
+from spo.messaging.streams.entries import publish
 from spo.testing.peers import wait_until
 from spo.testing.runs import RUN, start_run
 from spo.v1 import verdict_pb2 as wire

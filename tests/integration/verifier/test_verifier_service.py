@@ -13,7 +13,7 @@ from services.verifier.settings import Settings
 from services.verifier.stage import VerifierScheduler, VerifierService, VerifierWorker
 from spo import redis_keys
 from spo.errors import InvalidInput, NotFound
-from spo.messaging.streams import publish, read_after
+from spo.messaging.streams.entries import publish, read_after
 from spo.rpc.client import RpcClient
 from spo.rpc.server import RpcServer
 from spo.testing.peers import wait_until

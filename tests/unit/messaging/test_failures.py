@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 from structlog.testing import LogCapture
 
 from spo import errors
-from spo.messaging.streams import Fate, fate_of, recovery
-from spo.messaging.streams.recovery import Outage, last_line
+from spo.messaging.streams import recovery
+from spo.messaging.streams.recovery import Fate, Outage, fate_of, last_line
 from spo.rpc.client import error_of
 
 

@@ -17,7 +17,7 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.settings import Settings
 from spo import redis_keys
 from spo.errors import NotReady
-from spo.messaging.streams import publish
+from spo.messaging.streams.entries import publish
 from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles
 from spo.testing.runs import conversation

@@ -13,8 +13,9 @@ from services.orchestrator.container import AppContext
 from spo import redis_keys
 from spo.client import Client
 from spo.errors import Conflict, InvalidInput, NotFound
-from spo.messaging.streams import Consumer, counted_append_words
+from spo.messaging.streams.entries import counted_append_words
 from spo.messaging.streams.recovery import StreamHolder
+from spo.messaging.streams.stage import Consumer
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.runs import judged_group

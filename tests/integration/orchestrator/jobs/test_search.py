@@ -13,7 +13,7 @@ from services.orchestrator.job_records import JobFilter
 from services.orchestrator.jobs import IN_REDIS, PIECE, find_jobs
 from services.orchestrator.monitor import JobMonitor
 from spo import redis_keys
-from spo.messaging.streams import publish
+from spo.messaging.streams.entries import publish
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.v1 import orchestrator_service_pb2 as wire

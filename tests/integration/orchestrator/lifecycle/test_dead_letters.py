@@ -16,8 +16,10 @@ from services.replay_buffer.ingest import IngestWorker, ReferenceScores
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.errors import InternalError
-from spo.messaging.streams import Consumer, counted_append_words, recovery
+from spo.messaging.streams import recovery
+from spo.messaging.streams.entries import counted_append_words
 from spo.messaging.streams.recovery import StreamHolder
+from spo.messaging.streams.stage import Consumer
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles, wait_until

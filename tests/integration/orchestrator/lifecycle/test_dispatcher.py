@@ -16,7 +16,7 @@ from services.orchestrator.job_records import CANCEL
 from services.orchestrator.pipeline import groups_in_pipeline
 from services.orchestrator.steps import act_on
 from spo import redis_keys
-from spo.messaging import streams
+from spo.messaging.streams.stage import Consumer
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles, wait_until
@@ -45,19 +45,19 @@ def groups(context: AppContext, job_id: str) -> list[PromptGroup]:
 
 def drain(context: AppContext, job_id: str) -> None:
     """Plays the whole pipeline: every group arrives in the replay buffer."""
-    reader = streams.Consumer(context.redis, redis_keys.prompts(job_id), redis_keys.INFERENCE_GROUP, "r")
+    reader = Consumer(context.redis, redis_keys.prompts(job_id), redis_keys.INFERENCE_GROUP, "r")
     reader.finish(reader.read(1000, 0.01))
 
 
 def sample(context: AppContext, job_id: str, count: int) -> None:
     """Plays the inference replicas."""
-    prompts = streams.Consumer(context.redis, redis_keys.prompts(job_id), redis_keys.INFERENCE_GROUP, "i")
+    prompts = Consumer(context.redis, redis_keys.prompts(job_id), redis_keys.INFERENCE_GROUP, "i")
     for entry in prompts.read(count, 0.01):
         assert prompts.forward(entry, redis_keys.rollouts(), b"sampled", run_id=job_id)
 
 
 def judge(context: AppContext, count: int) -> None:
-    rollouts = streams.Consumer(context.redis, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, "j")
+    rollouts = Consumer(context.redis, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, "j")
     for entry in rollouts.read(count, 0.01):
         assert rollouts.forward(entry, redis_keys.verdicts(), b"judged")
 
@@ -107,8 +107,8 @@ def test_groups_that_reached_the_buffer_or_were_given_up_on_make_room(
     context.dispatcher.dispatch(job_id)
     sample(context, job_id, 6)
     judge(context, 4)
-    rollouts = streams.Consumer(context.redis, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, "j")
-    verdicts = streams.Consumer(context.redis, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "i")
+    rollouts = Consumer(context.redis, redis_keys.rollouts(), redis_keys.JUDGE_GROUP, "j")
+    verdicts = Consumer(context.redis, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "i")
     rollouts.dead_letter(rollouts.read(1, 0.01)[0], "poison")
     verdicts.finish(verdicts.read(3, 0.01))
 

@@ -14,6 +14,7 @@ import structlog
 from services.orchestrator import redis_keys as own_keys, steps
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.jobs import job_document, job_summaries
+from services.orchestrator.service import OrchestratorService
 from spo import redis_keys
 from spo.errors import Unreachable
 from spo.spec.job_spec import parse_job_spec
@@ -164,7 +165,7 @@ def test_trainers_prompts_and_replicas_pass_by_a_job_whose_keys_are_damaged(
     assert serving, "the healthy one has its share of the replicas"
     for replica in serving:
         asked = HeartbeatRequest(replica_id=replica, pool="inference", run_id=healthy)
-        assert HeartbeatResponse.FromString(roomy.heartbeats.answer(asked)).run_id == healthy
+        assert HeartbeatResponse.FromString(OrchestratorService(roomy).heartbeats.answer(asked)).run_id == healthy
     list(roomy._tasks_in_use())
     list(roomy.evaluations._pending({}))
     assert roomy.jobs.state(damaged) is JobState.RUNNING

@@ -19,8 +19,8 @@ from services.orchestrator.replicas import publish_version
 from services.orchestrator.steps import act_on
 from spo import redis_keys
 from spo.client import Client
-from spo.messaging import streams
 from spo.messaging.streams import recovery
+from spo.messaging.streams.stage import Consumer
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.peers import ServiceDoubles, wait_until
@@ -197,7 +197,7 @@ def test_estimates_given_up_on_fail_the_job_loudly(context: AppContext, document
     job_id = submitted(context, document)
     with at_work(context):
         wait_until(lambda: len(requests(context)) == 6, "all prompts are asked for")
-        reader = streams.Consumer(context.redis, redis_keys.estimates(), redis_keys.VALUE_GROUP, "value")
+        reader = Consumer(context.redis, redis_keys.estimates(), redis_keys.VALUE_GROUP, "value")
         for entry in reader.read(4):
             reader.dead_letter(entry, "poison")
         wait_until(lambda: state(context, job_id) is JobState.FAILED, "the job fails")

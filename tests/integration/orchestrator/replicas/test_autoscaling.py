@@ -14,6 +14,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.autoscaling import JobFacts, PoolDemand
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.platform import refresh_gauges
+from services.orchestrator.service import OrchestratorService
 from services.orchestrator.serving import Change, Target
 from spo import redis_keys
 from spo.observability import WANTED_REPLICAS
@@ -86,7 +87,8 @@ def test_the_replicas_of_a_run_set_its_limiter_and_hear_their_share(
     context.dispatcher.dispatch(job_id)
 
     assert peers.replay.asked.replicas == 3
-    answer = context.heartbeats.answer(wire.HeartbeatRequest(replica_id="r0", pool="inference", run_id=job_id))
+    asked = wire.HeartbeatRequest(replica_id="r0", pool="inference", run_id=job_id)
+    answer = OrchestratorService(context).heartbeats.answer(asked)
     assert wire.HeartbeatResponse.FromString(answer).groups_in_hand == 7
 
 

@@ -20,7 +20,7 @@ from spo import redis_keys
 from spo.cli.agents import EpisodeRunner
 from spo.client import Client
 from spo.errors import InvalidInput, LeaseLost
-from spo.messaging.streams import publish
+from spo.messaging.streams.entries import publish
 from spo.model.chat import trained_mask
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until

@@ -10,8 +10,9 @@ import pytest
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from spo import redis_keys
-from spo.messaging.streams import Consumer, counted_append_words
+from spo.messaging.streams.entries import counted_append_words
 from spo.messaging.streams.recovery import StreamHolder
+from spo.messaging.streams.stage import Consumer
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.v1.value_pb2 import PromptValue
