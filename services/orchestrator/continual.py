@@ -31,9 +31,9 @@ from services.orchestrator.evaluation import OPEN, EvaluationQueue, RequestedEva
 from services.orchestrator.forks import ForkOptions, Forks, merge_patch
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import training_series
-from services.orchestrator.replicas import published_versions
 from services.orchestrator.serving import NAME_PATTERN, Change, ServedModels, Target
 from services.orchestrator.values import require_stored
+from services.orchestrator.versions import published_versions
 from spo import errors
 from spo.experience.store import ExperienceStore
 from spo.messaging.redis_client import as_spo_error

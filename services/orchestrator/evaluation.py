@@ -30,8 +30,9 @@ from services.orchestrator.datasets import TaskLibrary
 from services.orchestrator.job_records import write_fields
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import EvaluationFailure, failures_of
-from services.orchestrator.replicas import SERVED, ReplicaAssigner, published_versions
+from services.orchestrator.replicas import SERVED, ReplicaAssigner
 from services.orchestrator.scoring import EvaluationTask, Scorer, Stopped, is_passing, summary, upload_tests
+from services.orchestrator.versions import published_versions
 from spo.errors import Conflict, FieldViolation, InvalidInput, NotFound, ResourceExhausted, SpoError, storage_error
 from spo.messaging.redis_client import as_spo_error
 from spo.messaging.streams.recovery import Outage

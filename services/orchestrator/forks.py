@@ -19,8 +19,8 @@ from services.orchestrator.commit import NotLeading, Write, now_ms, timestamp
 from services.orchestrator.job_records import ForkLineage, NewJob, new_job_id, submitted_before, write_fields
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import CheckpointRecord, JobFiles, kept_checkpoints, record_writes
-from services.orchestrator.replicas import published_versions
 from services.orchestrator.values import reference_in_force
+from services.orchestrator.versions import published_versions
 from spo import errors, redis_keys
 from spo.messaging.streams.entries import append_words
 from spo.observability import get_logger

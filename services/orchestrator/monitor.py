@@ -27,13 +27,8 @@ from services.orchestrator.damaged_jobs import HALF_THERE, refused_in_words
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.leases import Leases, failures_of, latest_point, latest_step
 from services.orchestrator.pipeline import entries_in_pipeline, troubles_in_pipeline
-from services.orchestrator.replicas import (
-    REFERENCE_VERSION,
-    ReplicaAssigner,
-    announce_version,
-    announced_version,
-    published_versions,
-)
+from services.orchestrator.replicas import ReplicaAssigner
+from services.orchestrator.versions import REFERENCE_VERSION, announce_version, announced_version, published_versions
 from spo import redis_keys
 from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
 from spo.errors import InvalidInput, NotFound

@@ -13,15 +13,9 @@ import grpc
 from services.orchestrator.container import AppContext
 from services.orchestrator.jobs import JobStore
 from services.orchestrator.monitor import note_alarms, note_death
-from services.orchestrator.replicas import (
-    HEARTBEAT_SECONDS,
-    GroupsInHand,
-    ReplicaAssigner,
-    announced_version,
-    publish_version,
-    serving,
-)
+from services.orchestrator.replicas import HEARTBEAT_SECONDS, GroupsInHand, ReplicaAssigner, serving
 from services.orchestrator.values import reference_in_force, reference_values
+from services.orchestrator.versions import announced_version, publish_version
 from spo.messaging.redis_client import only_this_job
 from spo.rpc.client import DEFAULT_DEADLINE_SECONDS
 from spo.rpc.server import LongPolls

@@ -28,7 +28,8 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.autoscaling import ServingTraffic
 from services.orchestrator.commit import Write, timestamp
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.replicas import LiveReplica, ReplicaAssigner, announced_version, published_versions
+from services.orchestrator.replicas import LiveReplica, ReplicaAssigner
+from services.orchestrator.versions import announced_version, published_versions
 from spo import errors
 from spo.rpc.client import ResponseStream, RpcClient
 from spo.spec.job_spec import JobSpec, TasksSpec

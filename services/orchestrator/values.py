@@ -21,7 +21,7 @@ from services.orchestrator.commit import Commit, Write
 from services.orchestrator.datasets import TaskLibrary, prompt_of
 from services.orchestrator.job_records import RecordFields, clear_fields, while_field_is, write_fields
 from services.orchestrator.jobs import JobStore, seed_of
-from services.orchestrator.replicas import published_versions
+from services.orchestrator.versions import published_versions
 from spo import redis_keys
 from spo.errors import FieldViolation, InvalidInput, NotReady
 from spo.experience.store import ExperienceStore

@@ -15,7 +15,6 @@ import signal
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
-from types import FrameType
 
 from services.trainer.checkpoints import (
     CheckpointPlace,
@@ -39,7 +38,7 @@ from services.trainer.lease import (
     take_lease,
     tell_death,
 )
-from services.trainer.ranks import Ranks, start_key, torchrun_store
+from services.trainer.ranks import GroupStop, Ranks
 from services.trainer.settings import Settings
 from services.trainer.weights import NewVersion, run_store, store_weights
 from spo.errors import DELAYING, IntegrityError, NotFound, NotReady, SpoError, StorageUnavailable, storage_faults_named
@@ -60,8 +59,6 @@ log = get_logger("loop")
 
 # Commands that carry no work.
 IDLE = ("skip", "wait", "end")
-
-LOOK_SECONDS = 1.0
 
 
 def lead_jobs(ranks: Ranks, settings: Settings, context: TrainerContext) -> None:
@@ -329,35 +326,6 @@ class TrainingRun:
             self._role.checkpointed(saved, place, self.progress)
 
 
-class GroupStop:
-    """What the ranks of one trainer know of a SIGTERM that any of them got."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.told = threading.Event()
-        self._store = torchrun_store(ranks.world_size)
-        # Each start of the ranks has its own: what stopped the last one does not stop the next.
-        self._key = start_key("stop")
-
-    def tell(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGTERM of every rank but 0: rank 0 ends the run, and with it this rank's work."""
-        self.told.set()
-        if self._store:
-            self._store.set(self._key, "1")
-
-    def look(self, stop: threading.Event) -> None:
-        """Rank 0's worker: stop once any rank got SIGTERM."""
-        while self._store and not stop.wait(LOOK_SECONDS):
-            try:
-                told = self._store.check([self._key])
-            except RuntimeError as error:
-                # The store goes with the torchrun that keeps it, which ends this process too.
-                log.warning("the other ranks can no longer be heard", reason=str(error)[:200])
-                return
-            if told:
-                log.info("another pod of this trainer got SIGTERM: all stop, after a checkpoint")
-                stop.set()
-
-
 def lead(process: ServiceProcess, ranks: Ranks, settings: Settings) -> int:
     """Serve health, send heartbeats and train until SIGTERM; returns the exit status."""
     context = TrainerContext(
@@ -381,7 +349,7 @@ def lead(process: ServiceProcess, ranks: Ranks, settings: Settings) -> int:
     def train(stop: threading.Event) -> None:
         lead_jobs(ranks, settings, context)
 
-    group = GroupStop(ranks)
+    group = GroupStop(ranks.world_size)
     process.report = report
     process.workers = [train, group.look]
     process.hold_state_when_known()
@@ -412,7 +380,7 @@ def follow(ranks: Ranks, settings: Settings) -> int:
         serve_metrics(settings.host, settings.metrics_port)
         server.start()
         server.set_serving(True)
-    group = GroupStop(ranks)
+    group = GroupStop(ranks.world_size)
     signal.signal(signal.SIGTERM, group.tell)
     follow_jobs(ranks, settings)
     if server:

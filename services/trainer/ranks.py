@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import TypeVar, cast
 
 import torch
@@ -24,6 +25,7 @@ log = get_logger("ranks")
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.5
+STOP_LOOK_SECONDS = 1.0
 # What all ranks meet they meet at about the same time, as far as one is not in a collective with one that is gone.
 ALONE_SECONDS = 15.0
 
@@ -171,3 +173,32 @@ def start_key(name: str) -> str:
     """A key of the store that each start of the ranks has for itself."""
     launch, restart = (os.environ.get(f"TORCHELASTIC_{part}", "0") for part in ("RUN_ID", "RESTART_COUNT"))
     return f"spo/{name}/{launch}/{restart}"
+
+
+class GroupStop:
+    """What the ranks of one trainer know of a SIGTERM that any of them got."""
+
+    def __init__(self, world_size: int) -> None:
+        self.told = threading.Event()
+        self._store = torchrun_store(world_size)
+        # Each start of the ranks has its own: what stopped the last one does not stop the next.
+        self._key = start_key("stop")
+
+    def tell(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGTERM of every rank but 0: rank 0 ends the run, and with it this rank's work."""
+        self.told.set()
+        if self._store:
+            self._store.set(self._key, "1")
+
+    def look(self, stop: threading.Event) -> None:
+        """Rank 0's worker: stop once any rank got SIGTERM."""
+        while self._store and not stop.wait(STOP_LOOK_SECONDS):
+            try:
+                told = self._store.check([self._key])
+            except RuntimeError as error:
+                # The store goes with the torchrun that keeps it, which ends this process too.
+                log.warning("the other ranks can no longer be heard", reason=str(error)[:200])
+                return
+            if told:
+                log.info("another pod of this trainer got SIGTERM: all stop, after a checkpoint")
+                stop.set()

@@ -3,4 +3,3 @@
 from spo.api.experience import *
 from spo.api.jobs import *
 from spo.api.platform import *
-from spo.api.serving import *

@@ -33,8 +33,8 @@ from services.orchestrator.http.openai import (
 )
 from services.orchestrator.http.openai_requests import ChatMessage, ChatRequest, conversation, refused
 from services.orchestrator.job_records import tenants_of
-from services.orchestrator.replicas import announced_version
 from services.orchestrator.serving import Target
+from services.orchestrator.versions import announced_version
 from spo import api
 from spo.errors import Conflict, InvalidInput, NotFound, ResourceExhausted
 from spo.spec.section import LOWEST_TEMPERATURE, JobState

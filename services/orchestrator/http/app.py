@@ -45,12 +45,14 @@ from services.orchestrator.http.pages.trajectories import (
     router as trajectories_pages,
 )
 from services.orchestrator.http.platform import (
+    capture_router,
+    continual_router,
     keys_router,
     router as platform_router,
     scale_router,
+    served_models_router,
     version as platform_version,
 )
-from services.orchestrator.http.serving import capture_router, continual_router, router as served_models_router
 from services.orchestrator.http.tinker import router as tinker_router
 from services.orchestrator.http.training import (
     evaluations_router,

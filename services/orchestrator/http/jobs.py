@@ -30,9 +30,9 @@ from services.orchestrator.forks import ForkOptions
 from services.orchestrator.job_records import CANCEL, PAUSE, RESUME, JobAction, JobRecord, Submission, submitted_before
 from services.orchestrator.leases import training_series
 from services.orchestrator.pipeline import DISPATCHER, entries_in_pipeline, troubles_in_pipeline
-from services.orchestrator.replicas import announce_version, announcement_of
 from services.orchestrator.steps import act_on, ask_for_checkpoint, rename_job
 from services.orchestrator.values import require_stored
+from services.orchestrator.versions import announce_version, announcement_of
 from spo import api, redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, NotReady, ResourceExhausted
 from spo.messaging.redis_client import only_this_job, replies_by_key

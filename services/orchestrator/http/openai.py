@@ -27,8 +27,8 @@ from services.orchestrator.commit import now_ms
 from services.orchestrator.container import AppContext, ContextDep, PrincipalDep
 from services.orchestrator.http.errors import error_document
 from services.orchestrator.http.openai_requests import MOST_TOOLS, ChatRequest, Json, PlainRequest, refused
-from services.orchestrator.replicas import announced_version
 from services.orchestrator.serving import Target
+from services.orchestrator.versions import announced_version
 from spo import observability
 from spo.errors import FieldViolation, InvalidInput, NotFound, NotReady, SpoError
 from spo.observability import get_logger

@@ -40,7 +40,8 @@ from services.orchestrator.leases import (
     recorded_checkpoints,
     training_series,
 )
-from services.orchestrator.replicas import announced_version, applied_by, published_versions
+from services.orchestrator.replicas import applied_by
+from services.orchestrator.versions import announced_version, published_versions
 from spo import api, errors, redis_keys
 from spo.api import CompletionRequest, EvaluationRequest
 from spo.model.chat import turns

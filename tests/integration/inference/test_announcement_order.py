@@ -18,7 +18,7 @@ from services.inference import replica as replica_module
 from services.inference.replica import Assignment, ServingReplica
 from services.inference.settings import Settings
 from services.inference.weights import PolicyVersions, Weights
-from services.orchestrator.replicas import announcement_of
+from services.orchestrator.versions import announcement_of
 from spo import redis_keys
 from spo.messaging.streams.entries import publish
 from spo.testing.peers import wait_until

@@ -20,10 +20,10 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import Leadership, NotLeading
 from services.orchestrator.container import AppContext
 from services.orchestrator.forks import ForkOptions
-from services.orchestrator.replicas import announce_version, publish_version
 from services.orchestrator.settings import Settings
 from services.orchestrator.steps import ask_to_resume
 from services.orchestrator.values import write_prompts
+from services.orchestrator.versions import announce_version, publish_version
 from spo import redis_keys
 from spo.manifest_folder import seal_folder, staging_folder
 from spo.rpc.client import RpcClient

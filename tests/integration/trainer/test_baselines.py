@@ -24,7 +24,8 @@ from services.trainer.batches import (
     token_batch,
 )
 from services.trainer.checkpoints import CheckpointFolder, TrainingProgress, load_checkpoint, save_checkpoint
-from services.trainer.learner import Critic, CriticOutput, Learner
+from services.trainer.critic import Critic, CriticOutput
+from services.trainer.learner import Learner
 from services.trainer.ranks import Ranks
 from spo.algorithm.baselines import generalised_advantages, kl_regularised_rewards
 from spo.algorithm.objectives import TokenBatch, spo_loss

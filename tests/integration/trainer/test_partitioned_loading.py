@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, core_model_loading
 
+from services.trainer.critic import Critic
 from services.trainer.deepspeed_engine import ONE_BY_ONE, SETTER, TAKEN, SetParameter, parameters_set_by
-from services.trainer.learner import Critic, Policy, load_model
+from services.trainer.learner import Policy, load_model
 from services.trainer.ranks import Ranks
 from services.trainer.weights import take_weights
 from spo.errors import IntegrityError, PreconditionFailed

@@ -12,13 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 FILE = re.compile(r"`([\w./-]+\.(?:py|lua|proto|yaml|yml|sh|json|md|toml|html|tpl))`")
-MOST_FILES_OF_A_WALK = 12
+MOST_FILES_OF_A_WALK = 11
 MOST_LINES_OF_A_QUOTE = 12
-# Lines of all files of a walk, in full hundreds; they may only fall. The goal is 2,900 for the trajectory.
+# Lines of all files of a walk; they may only fall. The goal is 2,900 for the trajectory.
 MOST_LINES_OF_A_WALK = {
-    "life_of_a_job.md": 5_760,
-    "life_of_a_trajectory.md": 4_800,
-    "life_of_weights.md": 5_100,
+    "life_of_a_job.md": 4_640,
+    "life_of_a_trajectory.md": 4_430,
+    "life_of_weights.md": 4_040,
 }
 QUOTE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 CODE_LINK = re.compile(r"\]\(\.\./([^)#]+\.(?:py|proto|lua))\)")
@@ -138,7 +138,7 @@ def _not_there(quote: str, source: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", sorted(MOST_LINES_OF_A_WALK))
-def test_a_walk_quotes_what_stands_in_at_most_twelve_files(page: str) -> None:
+def test_a_walk_quotes_what_stands_in_at_most_eleven_files(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     quotes = [(title.split(), quote) for title, quote in QUOTE.findall(text)]
     files = list(dict.fromkeys(file for (file, _), _ in quotes))

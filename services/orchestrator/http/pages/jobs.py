@@ -42,7 +42,8 @@ from services.orchestrator.http.training import checkpoint_documents, trajectory
 from services.orchestrator.job_records import JobFilter
 from services.orchestrator.jobs import find_jobs
 from services.orchestrator.leases import evaluation_results, training_series
-from services.orchestrator.replicas import POOLS, published_versions
+from services.orchestrator.replicas import POOLS
+from services.orchestrator.versions import published_versions
 from spo import api, redis_keys
 from spo.errors import FieldViolation, InvalidInput, SpoError
 from spo.messaging.redis_client import replies_by_key

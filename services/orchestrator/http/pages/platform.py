@@ -23,7 +23,8 @@ from services.orchestrator.http.errors import is_part, show
 from services.orchestrator.http.jobs import job_summaries
 from services.orchestrator.http.platform import attention_list, jobs_in_queue, replica_documents, scale_document
 from services.orchestrator.job_records import JobFilter, page_of_jobs
-from services.orchestrator.replicas import POOLS, published_versions
+from services.orchestrator.replicas import POOLS
+from services.orchestrator.versions import published_versions
 from spo import api, redis_keys
 from spo.errors import InvalidInput, NotFound, catalogue
 from spo.spec.job_spec import SourceName

@@ -38,8 +38,8 @@ from services.orchestrator.http.training import (
     trajectory_page,
     valued_tokens,
 )
-from services.orchestrator.replicas import published_versions
 from services.orchestrator.scoring import upload_tests
+from services.orchestrator.versions import published_versions
 from spo import api, redis_keys
 from spo.algorithm.values import PivotalToken, pivotal_tokens
 from spo.errors import NotFound, SpoError

@@ -14,8 +14,8 @@ from services.orchestrator.container import AppContext
 from services.orchestrator.evaluation import RequestedEvaluation, ScheduledEvaluation
 from services.orchestrator.job_records import CANCEL
 from services.orchestrator.leases import evaluation_results
-from services.orchestrator.replicas import publish_version
 from services.orchestrator.steps import act_on
+from services.orchestrator.versions import publish_version
 from spo.errors import IntegrityError, InternalError, InvalidInput, NotReady, SpoError
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
 from spo.spec.section import JobState

@@ -13,8 +13,8 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.leases import training_series
-from services.orchestrator.replicas import publish_version
 from services.orchestrator.service import OrchestratorService
+from services.orchestrator.versions import publish_version
 from spo import redis_keys
 from spo.errors import Conflict, LeaseLost
 from spo.rpc.client import RpcClient

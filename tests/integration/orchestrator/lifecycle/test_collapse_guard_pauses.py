@@ -8,9 +8,9 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import RESUME
-from services.orchestrator.replicas import announced_version, published_versions
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.steps import act_on
+from services.orchestrator.versions import announced_version, published_versions
 from spo.observability import TRAINER_COLLAPSE_ALARMS
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.forks import _name_of_fork, merge_patch
-from services.orchestrator.replicas import announced_version, published_versions
+from services.orchestrator.versions import announced_version, published_versions
 from spo import redis_keys
 from spo.manifest_folder import seal_folder, staging_folder
 from spo.model.folder import inspect_model_folder

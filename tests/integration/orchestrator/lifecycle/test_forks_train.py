@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from services.orchestrator.forks import ForkOptions
-from services.orchestrator.replicas import published_versions
+from services.orchestrator.versions import published_versions
 from spo.spec.section import JobState
 from spo.weights.store import WeightStore
 

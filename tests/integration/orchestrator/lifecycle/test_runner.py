@@ -15,8 +15,8 @@ import pytest
 from services.orchestrator.container import AppContext
 from services.orchestrator.job_records import CANCEL, PAUSE, RESUME
 from services.orchestrator.leases import evaluation_results
-from services.orchestrator.replicas import publish_version
 from services.orchestrator.steps import act_on
+from services.orchestrator.versions import publish_version
 from spo import redis_keys
 from spo.client import Client
 from spo.messaging.streams import recovery

@@ -18,7 +18,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.deletion import keys_of
 from services.orchestrator.recovery import PlatformIdentity
-from services.orchestrator.replicas import announced_version
+from services.orchestrator.versions import announced_version
 from spo import redis_keys
 from spo.errors import NotFound
 from spo.manifest_folder import seal_folder, staging_folder

@@ -11,9 +11,9 @@ import pytest
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.leases import training_series
-from services.orchestrator.replicas import publish_version
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.values import advance_reference, reference_in_force
+from services.orchestrator.versions import publish_version
 from spo import redis_keys
 from spo.algorithm.values import q_from_successes
 from spo.errors import NotReady

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.replicas import announced_version
+from services.orchestrator.versions import announced_version
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.testing.peers import wait_until
