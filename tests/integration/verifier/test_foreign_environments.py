@@ -15,8 +15,7 @@ import grpc
 import pytest
 import redis
 
-from services.verifier.environments.foreign.__main__ import action_in
-from services.verifier.environments.foreign.journal import JournalledEnvironment, Said, Worth
+from services.verifier.environments.foreign.server import JournalledEnvironment, Said, Worth, action_in
 from services.verifier.environments.service import (
     TURNS_AT_ONCE,
     Environments,
