@@ -27,18 +27,20 @@ PLATFORMS = "platforms"
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Workers share the tests by file; whole platforms go to one of them, because two at once starve each other.
 
-    These first, as the longest by far, then files with slow tests, then those with many: what is long and begun last
-    runs alone at the end.
+    These first, as the longest by far, then files by what they cost in earlier runs, then those with many tests.
     """
     from xdist.scheduler import LoadScopeScheduling
+
+    from tests.support.budget import costliest_first
 
     class OnePlatformAtATime(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return PLATFORMS if nodeid.startswith(("tests/chaos/", "tests/e2e/")) else nodeid.split("::")[0]
 
         def _assign_work_unit(self, node: Any) -> None:
-            slow = [scope for scope in self.workqueue if scope != PLATFORMS and has_slow_tests(config.rootpath / scope)]
-            for scope in (*reversed(slow), *({PLATFORMS} & set(self.workqueue))):
+            files = [scope for scope in self.workqueue if scope != PLATFORMS]
+            ordered = costliest_first(files, lambda file: has_slow_tests(config.rootpath / file))
+            for scope in (*reversed(ordered), *({PLATFORMS} & set(self.workqueue))):
                 self.workqueue.move_to_end(scope, last=False)
             super()._assign_work_unit(node)
 

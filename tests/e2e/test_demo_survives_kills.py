@@ -39,19 +39,19 @@ SHORTENED: dict[str, dict[str, Any]] = {
         "min_online": 16,
         "error_buffer": 32,
     },
-    "trainer": {"steps": 80, "batch_size": 16, "micro_batch_size": 16, "update_interval": 5, "checkpoint_interval": 10},
-    "evaluation": {"interval_steps": 40, "samples": 4, "ks": [1]},
+    "trainer": {"steps": 56, "batch_size": 16, "micro_batch_size": 16, "update_interval": 5, "checkpoint_interval": 7},
+    "evaluation": {"interval_steps": 28, "samples": 4, "ks": [1]},
 }
 # Which service is killed once the job has come so far; each kill waits for the recovery from the one before.
 KILLS_WHILE_ESTIMATING = ((1, "value-estimation"), (3, "inference"))
 KILLS_WHILE_TRAINING = (
-    (3, "sandbox-judge"),
-    (8, "inference"),
-    (13, "value-estimation"),
-    (18, "trainer"),
-    (25, "replay-buffer"),
-    (32, "orchestrator"),
-    (40, "trainer"),
+    (2, "sandbox-judge"),
+    (5, "inference"),
+    (8, "value-estimation"),
+    (12, "trainer"),
+    (16, "replay-buffer"),
+    (21, "orchestrator"),
+    (28, "trainer"),
 )
 JOB_SECONDS = 1200.0
 REMEMBERING: dict[str, dict[str, Any]] = {
@@ -69,8 +69,9 @@ KILLED_WHILE_REMEMBERING = [
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(400), pytest.mark.timeout(1800)]
 
 
-@pytest.fixture
-def platform(tmp_path: Path) -> Iterator[LocalPlatform]:
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPlatform]:
+    """One for both jobs: the second one begins on a platform that has survived the kills of the first."""
     quick = {
         "SPO_INFERENCE_RECLAIM_AFTER_SECONDS": RECLAIM_SECONDS,
         "SPO_SANDBOX_JUDGE_RECLAIM_SECONDS": RECLAIM_SECONDS,
@@ -78,7 +79,7 @@ def platform(tmp_path: Path) -> Iterator[LocalPlatform]:
         "SPO_VALUE_ESTIMATION_RECLAIM_SECONDS": RECLAIM_SECONDS,
         "SPO_ORCHESTRATOR_LEASE_SECONDS": "6",
     }
-    with running_platform(tmp_path, quick, drain_seconds=5) as started:
+    with running_platform(tmp_path_factory.mktemp("killed"), quick, drain_seconds=5) as started:
         yield started
 
 

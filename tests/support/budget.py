@@ -1,7 +1,10 @@
 """What a run of the tests may cost: each test a budget of CPU seconds, each long table a sample of its rows.
 
 CPU seconds of a test and its children, not seconds: on a busy machine a test waits, but does not compute more. The ten
-longest are printed. Of a table that is sampled a run takes what the day chooses and every row whose files changed.
+longest are printed, and those that waited longest. Of a table that is sampled a run takes what the day chooses and
+every row whose files changed.
+
+`python -m tests.support.budget COSTS...` writes which files a run begins with, from files that SPO_TEST_COSTS named.
 """
 
 from __future__ import annotations
@@ -12,10 +15,11 @@ import math
 import os
 import resource
 import subprocess
+import sys
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from heapq import nlargest
@@ -34,6 +38,10 @@ COSTS = "SPO_TEST_COSTS"
 BUDGET_SECONDS = 60
 SLOW_BUDGET_SECONDS = 300
 REPORTED = 10
+# CPU seconds by file, of those that take so many at least; and what a file with slow tests is taken for that is new.
+COSTS_OF_FILES = Path(__file__).with_name("costs_of_files.json")
+KNOWN_FROM_SECONDS = 8
+SLOW_FILE_SECONDS = 20
 PROPERTY = "cpu_seconds"
 # Shorter tests are not worth a look through all processes.
 SCANNED_AFTER_SECONDS = 0.5
@@ -54,6 +62,42 @@ def sampled(rows: Sequence[Row], count: int, files: Callable[[Row], Iterable[str
     first = sorted(by_chance, key=lambda place: place not in changed)
     chosen = set(first[: max(count, min(len(changed), 2 * count))])
     return [row for place, row in enumerate(rows) if place in chosen]
+
+
+def costliest_first(files: Iterable[str], is_slow: Callable[[str], bool]) -> list[str]:
+    """The files as a run takes them: what is long and begun last runs alone at the end. Equal ones stay in order."""
+    known = _costs_of_files()
+
+    def cost(file: str) -> float:
+        return known.get(file) or (SLOW_FILE_SECONDS if is_slow(file) else 0)
+
+    return sorted(files, key=cost, reverse=True)
+
+
+@cache
+def _costs_of_files() -> dict[str, float]:
+    found: dict[str, float] = json.loads(COSTS_OF_FILES.read_text())
+    return found
+
+
+def write_costs_of_files(paths: Iterable[str]) -> None:
+    """From the costs of several runs, since each leaves out what is not of its day: the most that a file has taken."""
+    most: dict[str, float] = {}
+    for path in paths:
+        for file, cost in by_file(json.loads(Path(path).read_text())).items():
+            most[file] = max(cost, most.get(file, 0))
+    kept = {file: round(cost) for file, cost in sorted(most.items()) if cost >= KNOWN_FROM_SECONDS}
+    COSTS_OF_FILES.write_text(
+        json.dumps({file: cost for file, cost in kept.items() if (ROOT / file).exists()}, indent=0) + "\n"
+    )
+
+
+def by_file(costs: Mapping[str, float]) -> dict[str, float]:
+    """What the tests of each file come to, by their names."""
+    files: dict[str, float] = defaultdict(float)
+    for name, cost in costs.items():
+        files[name.partition("::")[0]] += cost
+    return files
 
 
 def day() -> str:
@@ -158,6 +202,8 @@ class Budget:
         self._costs = Costs()
         self._costs_file = costs_file
         self._longest: dict[str, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._busy: dict[str, float] = defaultdict(float)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Iterator[None]:
@@ -199,7 +245,10 @@ class Budget:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the cost."""
+        """Note the cost, and the seconds on the clock."""
+        self._seconds[report.nodeid] += report.duration
+        # xdist's, of the worker that ran it.
+        self._busy[getattr(report, "worker_id", "all tests")] += report.duration
         if cost := dict(report.user_properties).get(PROPERTY):
             self._longest[report.nodeid] = cost
 
@@ -212,12 +261,12 @@ class Budget:
         terminalreporter.section(f"longest of {sum(self._longest.values()):.0f} CPU s")
         if self._costs_file:
             Path(self._costs_file).write_text(json.dumps(self._longest, indent=0))
-        files: dict[str, float] = defaultdict(float)
-        for name, cost in self._longest.items():
-            files[name.partition("::")[0]] += cost
-        for longest in (self._longest, files):
+        waited = {name: self._seconds[name] - cost for name, cost in self._longest.items() if self._seconds[name] > 1}
+        for title, longest in (("", self._longest), ("", by_file(self._longest)), (" of waiting", waited)):
             for name, cost in nlargest(REPORTED, longest.items(), key=itemgetter(1)):
-                terminalreporter.write_line(f"{cost:7.1f} s  {name}")
+                terminalreporter.write_line(f"{cost:7.1f} s{title}  {name}")
+        for name, seconds in sorted(self._busy.items()):
+            terminalreporter.write_line(f"{seconds:7.1f} s  {name}, on the clock")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -225,3 +274,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before the workers start: all of them collect the same rows, whatever the clock says meanwhile.
     day()
     config.pluginmanager.register(Budget(os.environ.pop(COSTS, None)))
+
+
+if __name__ == "__main__":
+    write_costs_of_files(sys.argv[1:])

@@ -53,7 +53,7 @@ def wait_for_progress(client: Client, job_id: str, reached: Callable[[Job], bool
         assert not job.is_final, f"the job ended early: {job.state} {job.failure}"
         return reached(job)
 
-    wait_until(has_come_so_far, "the job's progress", seconds, 0.1)
+    wait_until(has_come_so_far, "the job's progress", seconds, 0.3)
 
 
 def check_ledgers(platform: LocalPlatform, *job_ids: str) -> None:

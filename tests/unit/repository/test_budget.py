@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.support import budget, of_a_day
-from tests.support.budget import ALL, COSTS, DAY, Costs, sampled
+from tests.support.budget import ALL, COSTS, DAY, Costs, costliest_first, sampled
 from tests.support.of_a_day import LONG, PLATFORMS
 
 ROOT = Path(__file__).parents[3]
@@ -126,6 +127,53 @@ def test_the_file_of_costs_is_of_the_run_that_was_asked_and_not_of_one_that_a_te
 
     (name,) = json.loads(file.read_text())
     assert name.endswith("asked.py::test_asked")
+
+
+def test_a_run_begins_with_the_files_that_cost_most_in_earlier_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/unit").rglob("test_*.py"))[:6]
+    runs = [
+        {f"{files[4]}::test_a": 9.0, f"{files[4]}::test_b": 8.0, f"{files[1]}::test": 3.0},
+        {f"{files[2]}::test": 41.0},
+    ]
+    for number, run in enumerate(runs):
+        (tmp_path / f"{number}.json").write_text(json.dumps({**run, "tests/test_gone.py::test": 99.0}))
+    monkeypatch.setattr(budget, "COSTS_OF_FILES", tmp_path / "of_files.json")
+
+    budget.write_costs_of_files([str(tmp_path / "0.json"), str(tmp_path / "1.json")])
+
+    assert json.loads((tmp_path / "of_files.json").read_text()) == {files[2]: 41, files[4]: 17}
+    budget._costs_of_files.cache_clear()
+    ordered = costliest_first(files, lambda file: file == files[5])
+    budget._costs_of_files.cache_clear()
+    assert ordered == [files[2], files[5], files[4], files[0], files[1], files[3]], (
+        "a new file with slow tests is no short one"
+    )
+
+
+def test_the_files_that_a_run_begins_with_are_there() -> None:
+    assert [file for file in json.loads(budget.COSTS_OF_FILES.read_text()) if not (ROOT / file).exists()] == []
+
+
+def test_a_run_says_which_tests_wait_and_how_long_each_worker_was_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(*WITHOUT_PLUGINS)
+    (tmp_path / "test_waits.py").write_text("import time\n\ndef test_waits() -> None: time.sleep(1.5)\n")
+    command = ["-m", "pytest", "-p", "tests.support.budget", "-p", "xdist", "-n", "1", "-p", "no:cacheprovider"]
+
+    ran = subprocess.run(
+        [sys.executable, *command, "-c", "/dev/null", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+    assert re.search(r"1\.\d s of waiting  \S*test_waits.py::test_waits", ran.stdout), ran.stdout
+    assert re.search(r"1\.\d s  gw0, on the clock", ran.stdout)
 
 
 def test_what_a_day_chooses_from_is_there() -> None:
