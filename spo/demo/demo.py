@@ -79,10 +79,10 @@ RECIPE = Path(__file__).parents[2] / "deploy" / "recipes" / "toy" / "demo.yaml"
 WITH_PEOPLE = RECIPE.with_name("with_people.yaml")
 LONGEST_DEMO_SECONDS = 3600.0
 MODEL_SECONDS = 900.0
-POLL_SECONDS = 1.0
+POLL_SECONDS = 2.0
 # It has said all by then; torch takes its time to end on a busy machine.
 PROCESS_END_SECONDS = 120.0
-MEMORY_EVERY_SECONDS = 2.0
+MEMORY_EVERY_SECONDS = 5.0
 
 BUILD_POLL_SECONDS = 0.5
 
@@ -120,6 +120,11 @@ class ProgressView:
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
+
+    @property
+    def shows_curves(self) -> bool:
+        """Whether metrics and queues are drawn; a line has neither."""
+        return self._live is not None
 
     def show(self, snapshot: Snapshot) -> None:
         elapsed = time.monotonic() - self.began
@@ -525,13 +530,10 @@ class Demo:
             evaluations = client.evaluations(job.id)
             if evaluations and self.first_point_seconds is None:
                 self.first_point_seconds = time.monotonic() - self.view.began
-            self.show(
-                stage=job.state,
-                job=job,
-                evaluations=evaluations,
-                series=client.metrics(job.id, max_points=200),
-                queues=_queues(client, job.id),
-            )
+            curves: dict[str, MetricSeries] = {}
+            if self.view.shows_curves:
+                curves = {"series": client.metrics(job.id, max_points=200), "queues": _queues(client, job.id)}
+            self.show(stage=job.state, job=job, evaluations=evaluations, **curves)
             if job.is_final:
                 return job
             if time.monotonic() > self.deadline:

@@ -39,7 +39,7 @@ SHORTENED: dict[str, dict[str, Any]] = {
         "min_online": 16,
         "error_buffer": 32,
     },
-    "trainer": {"steps": 56, "batch_size": 16, "micro_batch_size": 16, "update_interval": 5, "checkpoint_interval": 7},
+    "trainer": {"steps": 56, "batch_size": 16, "micro_batch_size": 16, "update_interval": 5, "checkpoint_interval": 10},
     "evaluation": {"interval_steps": 28, "samples": 4, "ks": [1]},
 }
 # Which service is killed once the job has come so far; each kill waits for the recovery from the one before.

@@ -36,7 +36,8 @@ PLATFORMS: dict[str, tuple[str, ...]] = {
 }
 PLATFORMS_A_DAY = 1
 
-# Single tests of 20 to 80 CPU s with processes, engines and ranks of their own, by name without parameters.
+# Tests of 20 to 80 CPU s with processes, engines and ranks of their own, by name without parameters; a file where one
+# pair of ranks serves all of its tests.
 LONG: dict[str, tuple[str, ...]] = {
     "tests/integration/trainer/test_process.py::test_two_ranks_at_zero_stage_2_learn_what_one_rank_learns": (
         "services/trainer/ranks.py",
@@ -54,9 +55,14 @@ LONG: dict[str, tuple[str, ...]] = {
     "test_two_ranks_hold_half_of_the_model_each_and_never_more_than_a_tensor_beside_it": (
         "services/trainer/deepspeed_engine.py",
     ),
-    "tests/integration/trainer/test_world_size.py::test_the_next_step_is_the_same_with_another_number_of_ranks": (
+    "tests/integration/trainer/test_world_size.py": (
         "services/trainer/checkpoints.py",
         "services/trainer/deepspeed_engine.py",
+    ),
+    "tests/integration/trainer/test_sequence_parallel.py": (
+        "services/trainer/batches.py",
+        "services/trainer/learner.py",
+        "services/trainer/ranks.py",
     ),
     "tests/integration/trainer/test_engine.py::test_what_the_cpu_holds_for_the_device_learns_the_same": (
         "services/trainer/deepspeed_engine.py",
@@ -143,7 +149,7 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     "tests/chaos/test_instruments.py::test_a_preloaded_clock_steps_while_monotonic_time_goes_on": ("tests/chaos",),
 }
-LONG_A_DAY = 8
+LONG_A_DAY = 6
 
 CHOSEN = {
     name
@@ -157,6 +163,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = {Path(argument.partition("::")[0]).name for argument in config.args}
     for item in items:
         test = item.nodeid.partition("[")[0]
-        long = {test} & LONG.keys() | {test.partition("::")[0]} & PLATFORMS.keys()
+        long = {test, test.partition("::")[0]} & {*LONG, *PLATFORMS}
         if long - CHOSEN and item.path.name not in named:
             item.add_marker(pytest.mark.skip(reason=f"not in the sample of {day()}"))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from rich.console import Console
 
 from spo.client.models import Event, Job, MetricSeries, StepEvaluation
-from spo.demo.demo import DemoOutcome, report_of, write_report
+from spo.demo.demo import Demo, DemoOutcome, ProgressView, report_of, write_report
 from tests.support.evaluations import step_evaluation
 from tests.support.openapi_documents import SCHEMAS, example
 
@@ -81,3 +86,18 @@ def test_a_paused_job_counts_from_its_first_start_to_its_end() -> None:
     paused = [moved(1, 3, "estimating"), moved(2, 10, "running"), moved(3, 20, "paused"), moved(4, 30, "running")]
     report = report_of(outcome(events=[*paused, moved(5, 50, "succeeded")]))
     assert report["wall_seconds"]["train"] == 40.0
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_curves_are_asked_for_where_they_are_drawn(is_terminal: bool) -> None:
+    platform = Mock(memory_bytes=lambda: 1 << 30, services=list)
+    client = Mock(evaluations=lambda _: [evaluation(0, 0.1, 0.5)], get=lambda _: job("succeeded", 2))
+    client.metrics.return_value = MetricSeries()
+    shown = StringIO()
+
+    with ProgressView(Console(file=shown, force_terminal=is_terminal, width=200)) as view:
+        demo = Demo(platform, Mock(done=1, total=1), view)
+        assert demo._follow(client, job("running")).state == "succeeded"
+
+    assert "0.50" in shown.getvalue()
+    assert client.metrics.called == is_terminal

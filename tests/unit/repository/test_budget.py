@@ -180,31 +180,49 @@ def test_what_a_day_chooses_from_is_there() -> None:
     tables = {**PLATFORMS, **LONG}
     sources = {path for paths in tables.values() for path in paths}
     lost = [
-        name for name in LONG if f"def {name.partition('::')[2]}(" not in (ROOT / name.partition("::")[0]).read_text()
+        name
+        for name in LONG
+        for file, _, test in [name.partition("::")]
+        if f"def {test}(" not in (ROOT / file).read_text() and test
     ]
 
-    assert [path for path in {*PLATFORMS, *sources} if not (ROOT / path).exists()] == []
+    assert [
+        path
+        for path in {*PLATFORMS, *sources, *(name.partition("::")[0] for name in LONG)}
+        if not (ROOT / path).exists()
+    ] == []
     assert lost == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "run"),
     [
-        (["tests"], ["a.py::test_of_the_day[1]", "a.py::test_short", "tests/e2e/today.py::test_it"]),
+        (
+            ["tests"],
+            ["a.py::test_of_the_day[1]", "a.py::test_short", "tests/e2e/today.py::test_it", "b.py::test_of_file"],
+        ),
         (
             ["tests/integration/a.py::test_left_out"],
-            ["a.py::test_of_the_day[1]", "a.py::test_left_out", "a.py::test_short", "tests/e2e/today.py::test_it"],
+            [
+                "a.py::test_of_the_day[1]",
+                "a.py::test_left_out",
+                "a.py::test_short",
+                "tests/e2e/today.py::test_it",
+                "b.py::test_of_file",
+            ],
         ),
     ],
 )
 def test_a_run_takes_the_long_tests_of_the_day_and_those_that_are_named(
     arguments: list[str], run: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(of_a_day, "LONG", {"a.py::test_of_the_day": (), "a.py::test_left_out": ()})
+    long = {"a.py::test_of_the_day": (), "a.py::test_left_out": (), "b.py": (), "c.py": ()}
+    monkeypatch.setattr(of_a_day, "LONG", long)
     monkeypatch.setattr(of_a_day, "PLATFORMS", {"tests/e2e/today.py": (), "tests/e2e/tomorrow.py": ()})
-    monkeypatch.setattr(of_a_day, "CHOSEN", {"a.py::test_of_the_day", "tests/e2e/today.py"})
+    monkeypatch.setattr(of_a_day, "CHOSEN", {"a.py::test_of_the_day", "tests/e2e/today.py", "b.py"})
     names = ["a.py::test_of_the_day[1]", "a.py::test_left_out", "a.py::test_short"]
     names += ["tests/e2e/today.py::test_it", "tests/e2e/tomorrow.py::test_it"]
+    names += ["b.py::test_of_file", "c.py::test_of_another_file"]
     items = [Mock(nodeid=name, path=Path(name.partition("::")[0])) for name in names]
 
     of_a_day.pytest_collection_modifyitems(Mock(args=arguments), items)
