@@ -29,6 +29,7 @@ from spo.errors import IntegrityError, InvalidInput, NotReady, SpoError
 from spo.messaging.redis_client import as_spo_error, refuses_writes
 from spo.messaging.streams.entries import Entry, decoded
 from spo.messaging.streams.stage import Consumer, StageRunner
+from spo.model.chat import keep_sampled_logprobs
 from spo.observability import get_logger
 from spo.rpc.client import RpcClient, UnknownMethod, chunks_by_bytes
 from spo.service.process import for_each_run
@@ -267,8 +268,9 @@ class IngestWorker:
 
         judged, refusals = split_by(check, trajectories)
         note_anchors(spec, judged)
-        unscored = [trajectory for trajectory in judged if not brings_logprobs(trajectory)]
-        if spec.trainer.reference == "cached" and unscored:
+        keeps = spec.trainer.reference == "sampler"
+        unscored = [one for one in judged if not (brings_logprobs(one) or (keeps and keep_sampled_logprobs(one)))]
+        if spec.trainer.reference != "in_trainer" and unscored:
             self._score(run_id, unscored, spans)
         note_hop(judged)
         scored, more_refusals = split_by(lambda trajectory: check_scored(spec, trajectory), judged)
@@ -405,7 +407,7 @@ class SharedRolloutIngest:
         judged, refusals = split_by(lambda trajectory: check_judged(run_id, spec, trajectory), trajectories)
         # Both runs have the same reference, as submission checks, so log-probs that came along are still right.
         unscored = [trajectory for trajectory in judged if not trajectory.reference_logprobs]
-        if unscored and spec.trainer.reference == "cached":
+        if unscored and spec.trainer.reference != "in_trainer":
             self.scores.add(run_id, unscored, patience_seconds=SCORE_PATIENCE_SECONDS, stop=stop)
         scored, more_refusals = split_by(lambda trajectory: check_scored(spec, trajectory), judged)
         refusals += more_refusals

@@ -536,16 +536,6 @@ def named_diagnostics(diagnostics: dict[str, float]) -> dict[str, float]:
     return {renamed.get(name, name): value for name, value in diagnostics.items() if name != "reward"}
 
 
-def is_untempered(trajectory: Trajectory) -> bool:
-    """Whether a policy was sampled as it is: neither hotter nor cooler, nothing cut off."""
-    return trajectory.temperature == 1 and trajectory.top_p == 1
-
-
-def is_unchanged_sample(trajectory: Trajectory) -> bool:
-    """Whether pi0 was sampled as it is; its log-probs are then ln pi0."""
-    return is_untempered(trajectory) and trajectory.policy_version_last == 0 and bool(trajectory.sampling_logprobs)
-
-
 def weight_metrics(log_weights: Sequence[float]) -> dict[str, float]:
     """How far the policy is from the samplers of the responses, in nats of whole ones (k2); the effective samples."""
     if not log_weights:

@@ -373,7 +373,7 @@ class Controller:
         TRAINER_WAIT_SECONDS.observe(self._wait_seconds)
         found = faults(
             rows,
-            cached_reference=self._spec.trainer.reference == "cached",
+            cached_reference=self._spec.trainer.reference != "in_trainer",
             behaviour=self._spec.algorithm.needs_behaviour,
         )
         if found or not rows:

@@ -24,8 +24,6 @@ from services.trainer.batches import (
     UnusableBatch,
     WeightedMeans,
     is_anchored,
-    is_unchanged_sample,
-    is_untempered,
     named_diagnostics,
     on_each,
     sampler_metrics,
@@ -58,6 +56,7 @@ from spo.algorithm.objectives import (
     spo_loss,
 )
 from spo.errors import FieldViolation, InvalidInput, storage_faults_named
+from spo.model.chat import is_unchanged_sample, is_untempered
 from spo.model.folder import Adapter, inspect_model_folder, tensor_shapes
 from spo.model.folder_names import FolderNames
 from spo.model.logprobs import (
@@ -336,7 +335,8 @@ class Learner:
         name, how the sampler's log-probs differ from the policy's, for samples of the unchanged pi0.
         """
         dtype = DTYPES[self._spec.model.dtype]
-        beta = self._spec.algorithm.beta
+        of_sampler = self._spec.trainer.reference == "sampler"
+        rounding = (Rounding.of_two_engines if of_sampler else Rounding.of_one_forward)(dtype, factor)
         samplers: list[Difference] = []
 
         @torch.no_grad()
@@ -350,7 +350,7 @@ class Learner:
             kept = [micro_batch.rows[number] for number in numbers]
             logprobs_BL = logprobs_BL[numbers]
             batch = batch.select(torch.tensor(numbers, device=logprobs_BL.device))
-            check_starts_at_reference(logprobs_BL, batch, beta, Rounding.of_one_forward(dtype, factor))
+            check_starts_at_reference(logprobs_BL, batch, self._spec.algorithm.beta, rounding)
             rows = [index for index, row in enumerate(kept) if is_unchanged_sample(row.trajectory)]
             if rows and not micro_batch.idle:
                 chosen = batch.select(torch.tensor(rows, device=logprobs_BL.device))

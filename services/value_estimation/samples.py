@@ -26,7 +26,7 @@ from spo.experience.columns import StoredTrajectory
 from spo.experience.store import ExperienceStore, Selection
 from spo.messaging.redis_client import RedisClient
 from spo.messaging.run_specs import run_tenant
-from spo.model.chat import reasoning_characters, segment_faults, turns
+from spo.model.chat import keep_sampled_logprobs, reasoning_characters, segment_faults, turns
 from spo.observability import get_logger
 from spo.rpc.client import Answer, RpcClient, chunks_by_bytes, generate, judge
 from spo.rpc.pools import InferenceClient, JudgePools
@@ -210,6 +210,8 @@ class SampleMaker:
     reference: Reference
     clients: ServiceClients
     reward_spec: RewardSpec
+    # Whether what pi0 samples keeps the sampler's log-probs (`trainer.reference: sampler`).
+    keeps_sampled: bool = False
 
     def sample_reference(
         self, prompt: wire.Prompt, sampling: wire.Sampling, name: str, prefix: Sequence[int] = ()
@@ -237,7 +239,7 @@ class SampleMaker:
         )
         trajectories = self.clients.generate(group)
         self.judge(prompt, trajectories)
-        self.score(trajectories)
+        self.score([each for each in trajectories if not (self.keeps_sampled and keep_sampled_logprobs(each))])
         return trajectories
 
     def recall_reference(self, prompt: wire.Prompt, origin: str) -> list[Trajectory]:

@@ -148,7 +148,8 @@ class ValueWorker:
         if not self._may_go_on(run_id):
             raise NotReady("the job is paused; its prompts are estimated when it goes on")
         clients = replace(self.clients, wanted=lambda: self._may_go_on(run_id))
-        maker = SampleMaker(run_id, self.references.of(run_id), clients, spec.tasks.reward)
+        keeps = spec.trainer.reference == "sampler"
+        maker = SampleMaker(run_id, self.references.of(run_id), clients, spec.tasks.reward, keeps)
         estimate = self._open(request, spec, maker)
         if not estimate.imports_are_noted:
             self._import_human(maker, request, spec)

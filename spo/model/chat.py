@@ -109,6 +109,29 @@ def trained_mask(trajectory: Trajectory) -> Mask:
     return action_mask(trajectory.segments, len(trajectory.response_token_ids))
 
 
+def is_untempered(trajectory: Trajectory) -> bool:
+    """Whether a policy was sampled as it is: neither hotter nor cooler, nothing cut off."""
+    return trajectory.temperature == 1 and trajectory.top_p == 1
+
+
+def is_unchanged_sample(trajectory: Trajectory) -> bool:
+    """Whether pi0 was sampled as it is; its log-probs are then ln pi0."""
+    return is_untempered(trajectory) and trajectory.policy_version_last == 0 and bool(trajectory.sampling_logprobs)
+
+
+def keep_sampled_logprobs(trajectory: Trajectory) -> bool:
+    """Whether pi0 sampled it whole; then the sampler's log-probs become its reference log-probs.
+
+    It names no model as their reference: another engine's rounding is in them, so that whoever needs those of one
+    forward computes them anew.
+    """
+    if not is_unchanged_sample(trajectory) or len(trajectory.sampling_logprobs) != len(trajectory.response_token_ids):
+        return False
+    trajectory.reference_logprobs[:] = trajectory.sampling_logprobs
+    trajectory.reference_hash = ""
+    return True
+
+
 def branch_starts(segments: Sequence[Segment]) -> tuple[int, ...]:
     """How many response tokens stand before each branch after the first; empty where there is one alone."""
     if all(segment.kind != SEGMENT_KIND_BRANCH for segment in segments):

@@ -665,7 +665,12 @@ class TrainerSpec(Section):
         default=10, ge=1, le=MOST_COUNT, description="Steps between weight pushes to inference."
     )
     checkpoint_interval: int = Field(default=50, ge=1, le=MOST_COUNT, description="Steps between checkpoints.")
-    reference: Literal["cached", "in_trainer"] = "cached"
+    reference: Literal["cached", "sampler", "in_trainer"] = Field(
+        default="cached",
+        description="Where pi0's log-probs come from. cached: value-estimation, kept with each trajectory. sampler: as "
+        "cached, but what pi0 itself sampled, at temperature 1 and top_p 1, keeps those that it was sampled with: they "
+        "cost nothing, and have the rounding of another engine. in_trainer: a second model there, each time.",
+    )
 
 
 class CollapseGuardSpec(Section):

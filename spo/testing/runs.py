@@ -231,6 +231,10 @@ def served_scorer(scorer: ScorerDouble) -> Iterator[str]:
         server.stop(1)
 
 
+# The log-prob of every token of the double's.
+SAMPLED = -1.0
+
+
 class EngineDouble(InferenceServiceServicer):
     """Every fourth sample is right where it is hot enough; refuses the first `unready` calls."""
 
@@ -265,7 +269,9 @@ class EngineDouble(InferenceServiceServicer):
             source=group.source,
             prompt_token_ids=[1, 2, 3],
             response_token_ids=tokens,
-            sampling_logprobs=[-1.0] * len(tokens),
+            sampling_logprobs=[SAMPLED] * len(tokens),
+            temperature=group.sampling.temperature_min,
+            top_p=group.sampling.top_p,
             response_text=text,
         )
 

@@ -101,6 +101,26 @@ def test_judged_groups_are_scored_in_one_call_entered_and_taken_off_the_pipeline
     assert stored.hops[-1].service == "replay-buffer"
 
 
+def test_what_pi0_sampled_as_it_is_keeps_the_samplers_log_probs_where_a_job_asks_for_it(
+    worker: IngestWorker, scorer: ScorerDouble, redis_client: redis.Redis
+) -> None:
+    start_run(redis_client, trainer={"reference": "sampler"})
+    group = judged_group([0, 1, 2, 3])
+    for sample in group.trajectories:
+        sample.temperature = sample.top_p = 1.0
+    group.trajectories[1].temperature = 0.7
+    group.trajectories[2].policy_version_last = 1
+    group.trajectories[3].top_p = 0.9
+    publish(redis_client, group)
+
+    run_until(worker, lambda: redis_client.xlen(redis_keys.verdicts()) == 0, "an empty stream")
+
+    stored = [worker.store.one(RUN, name) for name in expected(4)]
+    assert [list(each.reference_logprobs) for each in stored] == [pytest.approx([-0.1, -0.2, -0.3])] + [[-0.5] * 3] * 3
+    assert [each.reference_hash for each in stored] == ["", "pi0", "pi0", "pi0"]
+    assert scorer.scored == 3
+
+
 def test_an_absent_value_service_delays_groups_and_loses_none(
     worker: IngestWorker, scorer: ScorerDouble, redis_client: redis.Redis
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spo.algorithm.objectives import Rounding
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.weights.store import WeightStore
 from tests.integration.trainer.trainer_bench import LIMIT_SECONDS, STAGES, Bench, final_weights, job_spec
@@ -223,6 +224,24 @@ def test_the_trainer_waits_for_experience_and_for_an_absent_orchestrator(bench: 
 
     assert sorted(bench.job.metrics) == list(range(1, 11))
     assert broken == [2]
+
+
+@pytest.mark.parametrize(("reference", "code"), [("cached", "reference_mismatch"), ("sampler", "")])
+def test_the_rounding_of_another_engine_is_taken_where_the_sampler_gives_the_references_log_probs(
+    bench: Bench, tiny_model_path: Path, reference: str, code: str
+) -> None:
+    bench.job.reset(job_spec(tiny_model_path, reference=reference), f"job_of_{reference}")
+
+    def round_off(step: int, batch: Any) -> None:
+        rounding = Rounding.of_one_forward(torch.float32)
+        for each in batch.batch:
+            known = each.trajectory.reference_logprobs
+            off = 1.5 * float(rounding.tolerance(torch.tensor([len(known)]))[0])
+            known[0] += off
+
+    bench.pool.spoil = round_off
+
+    assert bench.train_until_finished().error_code == code
 
 
 def test_a_reference_held_by_the_trainer_gives_the_same_losses_as_cached_logprobs(

@@ -20,7 +20,7 @@ from spo.errors import InvalidInput, NotFound
 from spo.messaging.streams.entries import depth, publish
 from spo.messaging.streams.stage import Consumer
 from spo.rpc.client import RpcClient
-from spo.testing.runs import RIGHT, WRONG, EngineDouble, JudgeDouble, Surroundings
+from spo.testing.runs import RIGHT, SAMPLED, WRONG, EngineDouble, JudgeDouble, Surroundings
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE, Prompt, PromptGroup, Sampling
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.value_pb2 import EstimateRequest, PromptValue
@@ -94,6 +94,21 @@ def test_reference_logprobs_are_those_of_the_reference_model(stage: Stage) -> No
         assert len(trajectory.reference_logprobs) == len(trajectory.response_token_ids)
         assert all(logprob < 0 for logprob in trajectory.reference_logprobs)
         assert trajectory.reference_hash == stage.around.references.of(RUN).model_hash
+
+
+def test_what_pi0_sampled_as_it_is_keeps_the_samplers_log_probs_where_a_job_asks_for_it(stage: Stage) -> None:
+    stage.around.start(RUN, trainer={"reference": "sampler"})
+    stage.engine.right_from_temperature = 1.2
+    hotter = Sampling(samples=8, temperature_min=1.5, temperature_max=1.5, top_p=1, max_tokens=44, seed=6)
+
+    stage.worker.estimate(stage.request(extra_sampling=hotter))
+
+    stored, _ = stage.store.newest_first(RUN, "", "", 10)
+    kept, scored = sorted(stored, key=lambda each: each.temperature)
+    assert (kept.temperature, set(kept.reference_logprobs), kept.reference_hash) == (1, {SAMPLED}, "")
+    assert scored.temperature == 1.5
+    assert SAMPLED not in scored.reference_logprobs
+    assert scored.reference_hash == stage.around.references.of(RUN).model_hash
 
 
 def test_a_killed_estimate_resumes_at_its_chunk(stage: Stage) -> None:
