@@ -98,8 +98,8 @@ def brings_logprobs(trajectory: Trajectory) -> bool:
 
 
 def forget_anchor(trajectory: Trajectory) -> None:
-    """Make a copy for another run, whose reference is pi0, forget what was measured against the anchor."""
-    if brings_logprobs(trajectory):
+    """Make a copy for another run, whose reference is pi0, forget what was measured against the anchor or sampled."""
+    if brings_logprobs(trajectory) or not trajectory.reference_hash:
         del trajectory.reference_logprobs[:]
     trajectory.ClearField("anchor")
 

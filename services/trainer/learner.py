@@ -335,8 +335,7 @@ class Learner:
         name, how the sampler's log-probs differ from the policy's, for samples of the unchanged pi0.
         """
         dtype = DTYPES[self._spec.model.dtype]
-        of_sampler = self._spec.trainer.reference == "sampler"
-        rounding = (Rounding.of_two_engines if of_sampler else Rounding.of_one_forward)(dtype, factor)
+        of = Rounding.of_two_engines if self._spec.trainer.reference == "sampler" else Rounding.of_one_forward
         samplers: list[Difference] = []
 
         @torch.no_grad()
@@ -350,7 +349,7 @@ class Learner:
             kept = [micro_batch.rows[number] for number in numbers]
             logprobs_BL = logprobs_BL[numbers]
             batch = batch.select(torch.tensor(numbers, device=logprobs_BL.device))
-            check_starts_at_reference(logprobs_BL, batch, self._spec.algorithm.beta, rounding)
+            check_starts_at_reference(logprobs_BL, batch, self._spec.algorithm.beta, of(dtype, factor))
             rows = [index for index, row in enumerate(kept) if is_unchanged_sample(row.trajectory)]
             if rows and not micro_batch.idle:
                 chosen = batch.select(torch.tensor(rows, device=logprobs_BL.device))

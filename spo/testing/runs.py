@@ -155,6 +155,7 @@ def trajectory(
         response_token_ids=[3, 4, 5],
         sampling_logprobs=[-0.1, -0.2, -0.3],
         reference_logprobs=[-0.1, -0.2, -0.4] if scored else [],
+        reference_hash="pi0" if scored else "",
         response_text=text or f"print({number})",
         verdict=Verdict(outcome=OUTCOME_ACCEPTED if right else OUTCOME_WRONG_ANSWER),
         reward=0.0 if right else -1.0,

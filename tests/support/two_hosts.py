@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a virtual cable, which share files and nothing else."""
+"""Two hosts on one machine: network namespaces joined by a virtual switch, which share files and nothing else."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import contextlib
 import json
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.conftest import require
 
 # The addresses of docs/two_machines.md.
 HEAD, OTHER = "10.0.0.1", "10.0.0.2"
-INTERFACE = "eth0"
+INTERFACE, BRIDGE = "eth0", "switch"
 LIMIT_SECONDS = 20
 
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace that lives as long as the process that holds it."""
+    """A namespace that lives as long as the process that holds it, and the one of the switch at its cable's far end."""
 
     address: str
     holder: subprocess.Popen[str]
+    switch: Host | None = None
 
     @property
     def namespace(self) -> str:
@@ -38,6 +39,27 @@ class Host:
             self.on(command), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True
         ).stdout
 
+    def plug(self, *, out: bool) -> None:
+        """Pull the cable at the switch, or put it back: the host keeps its address and routes, as a real one does."""
+        assert self.switch is not None
+        self.switch.run(require("ip"), "link", "set", self._port, "down" if out else "up")
+
+    @property
+    def _port(self) -> str:
+        return f"port{self.address.rpartition('.')[2]}"
+
+    def join(self, switch: Host) -> Host:
+        """This host with an interface of its own, its other end a port of the switch."""
+        ip, joined = require("ip"), replace(self, switch=switch)
+        far = ("peer", "name", joined._port, "netns", str(switch.holder.pid))
+        self.run(ip, "link", "add", INTERFACE, "type", "veth", *far)
+        self.run(ip, "address", "add", f"{self.address}/24", "dev", INTERFACE)
+        switch.run(ip, "link", "set", joined._port, "master", BRIDGE)
+        self.run(ip, "link", "set", INTERFACE, "up")
+        self.run(ip, "link", "set", "lo", "up")
+        joined.plug(out=False)
+        return joined
+
     def received_bytes(self) -> int:
         """What has come through the cable."""
         (link,) = json.loads(self.run(require("ip"), "-json", "-statistics", "link", "show", INTERFACE))
@@ -47,16 +69,10 @@ class Host:
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """HEAD and OTHER. Raises CalledProcessError or OSError where this process may make no namespaces."""
-    ip = require("ip")
     with contextlib.ExitStack() as held:
-        head, other = (Host(address, held.enter_context(_holder())) for address in (HEAD, OTHER))
-        head.run(
-            ip, "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(other.holder.pid)
-        )
-        for host in (head, other):
-            host.run(ip, "address", "add", f"{host.address}/24", "dev", INTERFACE)
-            host.run(ip, "link", "set", INTERFACE, "up")
-            host.run(ip, "link", "set", "lo", "up")
+        switch = Host("", held.enter_context(_holder()))
+        switch.run(require("ip"), "link", "add", BRIDGE, "up", "type", "bridge")
+        head, other = (Host(address, held.enter_context(_holder())).join(switch) for address in (HEAD, OTHER))
         yield head, other
 
 

@@ -19,6 +19,7 @@ from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.store import ReplayStore, StorageMonitor
 from spo import redis_keys
 from spo.errors import NotReady, PreconditionFailed
+from spo.model.chat import keep_sampled_logprobs
 from spo.testing.peers import wait_until
 from spo.testing.runs import PROMPTS, RUN, ScorerDouble, served_scorer, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_SHARED
@@ -104,7 +105,11 @@ def test_rollouts_without_log_probs_of_the_reference_are_scored(
 ) -> None:
     start_run(store.client, trainer={"reference": "in_trainer"})
     follow(store.client)
-    ReplayStore(store.client).append(RUN, [trajectory(number, scored=False) for number in range(4)])
+    rollouts = [trajectory(number, scored=False) for number in range(4)]
+    assert keep_sampled_logprobs(rollouts[0]) is False
+    rollouts[1].temperature = rollouts[1].top_p = 1.0
+    assert keep_sampled_logprobs(rollouts[1]), "the sampler's are another engine's"
+    ReplayStore(store.client).append(RUN, rollouts)
 
     assert copy_new(following) == 4
 
