@@ -37,6 +37,12 @@ class PassAtK(Document):
     low: float
     high: float
 
+    def against(self, before: PassAtK) -> Literal["better", "worse", "inside the interval"]:
+        """What may be said of the difference: nothing where the intervals meet."""
+        if self.low > before.high:
+            return "better"
+        return "worse" if self.high < before.low else "inside the interval"
+
 
 class ProblemScore(Document):
     """What the samples of one problem came to; entropy in nats per token.

@@ -7,15 +7,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from spo.client import DEFAULT_URL, Client
-from spo.client.models import EvaluationKeywords, Event, ForkKeywords, Job, JobSummary, JsonObject, LogLevel, LogLine
-from spo.client.waiting_view import ProgressBar
+from spo.client.models import (
+    EvaluationKeywords,
+    Event,
+    ForkKeywords,
+    Job,
+    JobSummary,
+    JsonObject,
+    LogLevel,
+    LogLine,
+    StepEvaluation,
+)
+from spo.client.waiting_view import LinesNowAndThen, ProgressBar
 from spo.console import (
     ExitCode,
     Output,
@@ -54,7 +64,7 @@ AllOption = Annotated[bool, typer.Option("--all", help="All of them.")]
 
 def wait_with_bar(client: Client, job_id: str, timeout_seconds: float) -> Job:
     """Wait for a job's end, showing how far it is: values first, then steps. Raises NotReady (code "wait_timeout")."""
-    with ProgressBar(error_console) as bar:
+    with ProgressBar(error_console) if error_console.is_terminal else LinesNowAndThen(error_console) as bar:
         try:
             return client.wait(job_id, timeout_seconds, bar)
         except KeyboardInterrupt:
@@ -130,11 +140,28 @@ def submit(
         with while_checked():
             job = client.submit(document)
         _warn([warning.model_dump() for warning in job.warnings])
+        results: list[StepEvaluation] = []
         if wait:
             job = wait_with_bar(client, job.id, timeout)
+            results = client.evaluations(job.id)
     _print_job(job, output)
+    if output is Output.TABLE:
+        for line in before_and_after(results):
+            console.print(line, markup=False, highlight=False)
     if wait:
         _exit_as(job)
+
+
+def before_and_after(results: Sequence[StepEvaluation]) -> Iterator[str]:
+    """What was learnt, in the words of the job's page; nothing before there are two evaluations."""
+    by_step = sorted(results, key=lambda result: result.step)
+    if len(by_step) < 2:
+        return
+    first, last = by_step[0].pass_at_k, by_step[-1].pass_at_k
+    for k in sorted(first.keys() & last.keys(), key=int):
+        before, after = first[k], last[k]
+        interval = f"[{after.low:.2f}, {after.high:.2f}], {after.against(before)}"
+        yield f"pass@{k} {before.value:.2f} -> {after.value:.2f} {interval}"
 
 
 def _warn(warnings: Sequence[Mapping[str, object]]) -> None:

@@ -24,6 +24,7 @@ from spo.cli.tasks import (
     probed_prompts,
     prompt_counter,
     tasks_and_model,
+    what_is_not_read,
 )
 from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
 from spo.errors import InvalidInput
@@ -435,6 +436,8 @@ def init(
     problems = load_tasks(wanted.model_copy(update={"evaluation_problems": 0})).train
     # A file of problems says nothing but where it is.
     facts = look_at_problems(wanted, problems, about, wanted.model_fields_set if _is_spec(tasks) else ())
+    if lost := what_is_not_read([problem.statement for problem in problems[:LOOKED_AT]], about.count_tokens):
+        error_console.print(f"warning: {lost}", markup=False, highlight=False, soft_wrap=True)
     machine = look_at_machine()
     name = f"{model.absolute().name} on {Path(wanted.path).stem if wanted.path else tasks.stem}"
     text = write_job(name, about, facts, machine, system=system)
@@ -456,7 +459,9 @@ def _wanted_tasks(file: Path, kind: str | None, out: Path) -> tuple[TasksSpec, s
     if not found.read or set(found.shapes) == {OWN_PROBLEMS} or not (found.taken or found.refused):
         return tasks_and_model(file, "jsonl", read_spec)[0], ""
     if found.makes == "experience":
-        message = f"{file} holds responses and no problems: `spo data look {file}` says how they are imported"
+        message = (
+            f"{file} holds responses, no problems: `spo data look {file}` says how they are imported and learned from"
+        )
         raise InvalidInput(message, code="invalid_tasks")
     if len(found.kinds) == 1 and (read_by := next(iter(found.kinds))) and file.suffix in (".jsonl", ".gz", ".parquet"):
         return tasks_and_model(file, read_by, read_spec)[0], ""
@@ -670,12 +675,11 @@ def rows(
     source, out = files
     found = convert_rows(source, _rule(extraction, comparison, marker), answer, leave_out=leave_out)
     _write(out, _json_lines(found.rows))
-    say = f"{out}: {len(found.rows)} {'problems' if found.findings.makes == 'problems' else 'responses'}"
-    console.print(say, markup=False, highlight=False, soft_wrap=True)
+    _tell(f"{out}: {len(found.rows)} {'problems' if found.findings.makes == 'problems' else 'responses'}")
     for line in _said_of(found.findings):
         error_console.print(line, markup=False, highlight=False, soft_wrap=True)
     for line in _next_commands(found.findings, out, is_written=True):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _tell(line)
 
 
 def _json_lines(rows: Iterable[Mapping[str, object]]) -> str:
@@ -709,7 +713,9 @@ def _next_commands(found: Findings, out: Path, *, is_written: bool) -> Iterator[
         _write(tasks, spec_lines(found, problems))
         yield f"{problems}: {len(statements)} questions that they answer; {tasks}: the tasks that hold these"
     judge = "" if all("reward" in row for row in found.rows) else " --judge all"
-    yield f"next: spo experience import {out} --name {found.path.stem.replace('.', '_')} --tasks {tasks}{judge}"
+    yield f"next: spo experience import {out} --name {found.run} --tasks {tasks}{judge}"
+    if found.are_preferences:
+        yield f"then: spo job submit {tasks} --model FOLDER --wait"
 
 
 @data.command("look")
@@ -736,7 +742,9 @@ def look(
     commands = []
     if is_experience or str(out.absolute()) in lines:
         commands = [f"spo convert rows {file} {out}{' --leave-out' if found.refused else ''}"]
-    commands += [line.removeprefix("next: ") for line in _next_commands(found, out, is_written=False)]
+    commands += [
+        line.removeprefix("next: ").removeprefix("then: ") for line in _next_commands(found, out, is_written=False)
+    ]
     if output is Output.TABLE:
         _print_look(found, shown, lines, commands)
         return
@@ -779,8 +787,7 @@ def config(
     """A job from a configuration; what has no counterpart is named in its comments."""
     found = convert_config(trainer, read_spec(source), str(tasks.absolute()) if tasks else None)
     _write(out, found.text)
-    say = f"{out}: {len(found.carried)} settings carried over, {len(found.left)} not (named in it)"
-    console.print(say, markup=False, highlight=False, soft_wrap=True)
+    _tell(f"{out}: {len(found.carried)} settings carried over, {len(found.left)} not (named in it)")
 
 
 def _write(out: Path, text: str) -> None:

@@ -168,7 +168,26 @@ def tasks_and_model(file: Path, kind: str, read: Callable[[Path], dict[str, obje
 def chosen_problems(tasks: TasksSpec, count: int) -> TaskSets:
     """The first `count` training problems, and what was left out on the way. Raises InvalidInput as loading does."""
     fewer = tasks.model_copy(update={"train_problems": min(count, tasks.most_train_problems)})
-    return load_tasks(fewer)
+    try:
+        return load_tasks(fewer)
+    except InvalidInput as error:
+        if error.code != "too_few_problems" or "evaluation_problems" in tasks.model_fields_set:
+            raise
+    # Nobody asked to hold so many out.
+    return load_tasks(fewer.model_copy(update={"evaluation_problems": 0}))
+
+
+def what_is_not_read(statements: Sequence[str], count_tokens: Callable[[str], int]) -> str:
+    """A warning where a tokenizer drops most of the words that are asked, "" where it does not."""
+    words = sum(len(statement.split()) for statement in statements)
+    around = count_tokens("")
+    tokens = sum(max(0, count_tokens(statement) - around) for statement in statements)
+    if 2 * tokens >= words:
+        return ""
+    return (
+        f"this model's tokenizer makes {tokens} tokens of {words} words: it drops most of what is asked, so that "
+        "nothing can be learned; take a model that knows these words"
+    )
 
 
 def rendering(folder: Path | None, chat: ChatFormat) -> Callable[[str], str]:

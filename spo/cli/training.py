@@ -149,6 +149,11 @@ def show_metrics(
     """A job's curves: training over steps, or queues and replicas over unix milliseconds."""
     with api() as client:
         found = client.metrics(job_id, kind=kind, max_points=points)
+    if unknown := [name for name in names or () if name not in found.series]:
+        message = f"the job has no curve {', '.join(unknown)}; it has {', '.join(found.series) or 'none yet'}"
+        raise InvalidInput(
+            f"{message}. pass@k is in `spo job list --metric pass@1` and on its page", code="no_such_curve"
+        )
     wanted = [name for name in found.series if not names or name in names]
     rows = [
         {found.axis: step, **{name: found.series[name][index] for name in wanted}}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import time
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Self
 
@@ -52,7 +54,9 @@ class ProgressBar:
         done, total = (far.values_done, far.values_total) if estimating else (far.step, far.steps)
         waits = f", {job.waits[0]}" if job.waits else ""
         beside = f" beside values {far.values_done}/{far.values_total}" if far.values_pending else ""
-        what = f"{job.state}: {'values' if estimating else 'steps'}{beside}{waits}"
+        # A job that reads no values has none to wait for.
+        counted = ("values" if total else "") if estimating else "steps"
+        what = f"{job.state}: {counted}{beside}{waits}" if counted else f"{job.state}{beside}{waits}"
         long = f"{job.id} {what}"
         # The bar and both times stay on the line, however narrow the terminal is.
         room = max(SHORTEST_DESCRIPTION, self._progress.console.width - BAR_AND_TIMES)
@@ -62,6 +66,30 @@ class ProgressBar:
             self._notebook.show(self._progress.get_renderable())
         if job.is_final:
             self._progress.stop()
+
+
+class LinesNowAndThen:
+    """What a bar says, as lines of a log: one for each state, and one a minute."""
+
+    def __init__(self, console: Console, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._seconds, self._clock = console, seconds, clock
+        self._said: tuple[str, float] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __call__(self, job: Job) -> None:
+        """Say how far the job is, where that is worth a line."""
+        now = self._clock()
+        if self._said and self._said[0] == job.state and now - self._said[1] < self._seconds:
+            return
+        self._said = job.state, now
+        far = job.progress
+        waits = f", {job.waits[0]}" if job.waits else ""
+        words = f"{job.id} {job.state}: step {far.step} of {far.steps}{waits}"
+        self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 class _ReplacedText:

@@ -685,7 +685,7 @@ def run_platform(name: str, port: int | None = None) -> None:
         with signals_interrupt(), LocalPlatform(name, PlatformSettings().state_path, settings) as platform:
             wait_with_table(platform)
             console.print(f"API and web page at [bold]{platform.http_url}[/]; logs in {platform.folder}/logs")
-            console.print("Ctrl-C or `spo down` stops everything.")
+            console.print(f"Ctrl-C or `spo down --name {name}` stops it.")
             platform.wait_until_stopped()
     except Interrupted:
         console.print("stopped")
@@ -695,6 +695,9 @@ def wait_with_table(platform: LocalPlatform) -> None:
     """Wait until every child is ready, showing which is."""
     with Live(console=console, refresh_per_second=4) as live:
         platform.wait_until_ready(lambda ready: live.update(_table(platform, ready)))
+    if not console.is_terminal:
+        # A table that is not drawn again ends without the end of its last line.
+        console.print()
 
 
 def stop_platforms(name: str | None) -> None:

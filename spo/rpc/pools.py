@@ -240,7 +240,18 @@ class AddressRules:
         named = f"[{host}]" if ":" in host else host
         usual = port in _PORTS.values() and named in self.hosts
         if not usual and f"{named}:{port}" not in self.hosts:
-            raise _refusal(pointer, f"{named}:{port} is not among the hosts that SPO_VERIFIER_HTTP_HOSTS allows")
+            message = f"{named}:{port} is not among the hosts that SPO_VERIFIER_HTTP_HOSTS allows"
+            if self._is_inside(host):
+                message += "; an address that is not public has to be in SPO_VERIFIER_HTTP_NETWORKS as well"
+            raise _refusal(pointer, message)
+
+    def _is_inside(self, host: str) -> bool:
+        """Whether a host is written as an address that may not be connected to, or is this machine by name."""
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return host == "localhost"
+        return not self.reaches(host)
 
     def reaches(self, address: str) -> bool:
         """Whether an IP address may be connected to: public, also in what it embeds, or in one of the networks."""

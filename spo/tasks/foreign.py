@@ -151,6 +151,7 @@ def _is_gsm8k(fields: Fields) -> bool:
 _ANSWERED = _column("answer", "solution", "ground_truth", "final_answer", "expected_answer")
 _SAID = _any(_has("completion"), _has("response"), _has("output"))
 # In this order: what says most about a row first.
+PREFERENCES = "preferences (TRL)"
 SHAPES: tuple[Shape, ...] = (
     Shape(
         OWN_PROBLEMS,
@@ -189,7 +190,7 @@ SHAPES: tuple[Shape, ...] = (
     Shape("MBPP or MBPP+", _all(_has("code"), _any(_has("test_list"), _has("test"))), mbpp),
     Shape("GSM8K", _is_gsm8k, _gsm8k, "gsm8k"),
     Shape("choices (ARC, MMLU)", _all(_column("question"), _any(_has("choices"), _has("options"))), choice_problem),
-    Shape("preferences (TRL)", _has("chosen", "rejected"), preference),
+    Shape(PREFERENCES, _has("chosen", "rejected"), preference),
     Shape(
         "MATH",
         _all(_has("problem", "solution"), lambda fields: "answer" not in fields and "level" in fields),
@@ -243,6 +244,16 @@ class Findings:
     refused: dict[str, list[str]] = field(default_factory=dict)
     rows: list[dict[str, object]] = field(default_factory=list)
     makes: Makes = "problems"
+
+    @property
+    def run(self) -> str:
+        """The run that an import of its responses makes."""
+        return self.path.stem.replace(".", "_")
+
+    @property
+    def are_preferences(self) -> bool:
+        """Whether its responses are pairs, of which one is better."""
+        return set(self.shapes) == {PREFERENCES}
 
     def refuse(self, reason: str, place: str) -> None:
         """Note a row that cannot be taken."""
@@ -371,7 +382,16 @@ def spec_lines(found: Findings, problems_path: Path) -> str:
     if found.makes == "experience":
         lines[-1:] = [
             "  evaluation_problems: 0",
+            "  # Decides about responses without a reward; it is not asked about what comes with one.",
             '  verifier: {kind: model, rubric: "Is this a good response? {statement} {response}"}',
+        ]
+    if found.are_preferences:
+        lines += [
+            "# DPO on the pairs, once they are imported:",
+            "algorithm: {losses: [{objective: dpo, sources: [other_run]}]}",
+            "value: null",
+            f"offline: {{human_solutions: false, keep_reference_samples: false, experience: [{{run: {found.run}}}]}}",
+            "replay: {mix: [{source: other_run, share: 1.0, sampler: pairs}]}",
         ]
     if len(found.systems) == 1 and found.systems.total() == found.taken:
         lines += ["model:", "  chat:", f"    system: {json.dumps(next(iter(found.systems)), ensure_ascii=False)}"]

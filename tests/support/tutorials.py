@@ -26,11 +26,11 @@ def blocks(name: str) -> list[tuple[str, str]]:
     return FENCE.findall((FOLDER / f"{name}.md").read_text())
 
 
-def script(name: str, url: str) -> str:
+def script(name: str) -> str:
     """The whole tutorial as one script; a block of Python is a program of its own."""
     parts = [PRELUDE]
     for language, text in blocks(name):
-        parts.append(text if language == "bash" else f"python - <<'PROGRAM'\napi = {url!r}\n{text}PROGRAM\n")
+        parts.append(text if language == "bash" else f"python - <<'PROGRAM'\n{text}PROGRAM\n")
     # `times` of a shell's children, before and after each block.
     return f"times >> {TIMES}\n".join([*parts, ""])
 
@@ -43,7 +43,7 @@ def run_tutorial(name: str, url: str, folder: Path, seconds: float) -> subproces
         **{"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"},
     }
     return subprocess.run(
-        ["bash", "-c", script(name, url)],
+        ["bash", "-c", script(name)],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Self, Unpack
@@ -100,17 +101,24 @@ class AsyncAgentCalls:
 
 
 class AsyncClient(AsyncTrainingCalls):
-    """A connection to the orchestrator's API; close it or use it as a context manager."""
+    """A connection to the orchestrator's API; close it or use it as a context manager.
+
+    Without a url it is that of SPO_API_URL with the key of SPO_API_KEY, else this machine's usual port.
+    """
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
+        url: str | None = None,
         api_key: str | None = None,
         *,
         timeout_seconds: float = 15.0,
         retry_seconds: float = 30.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        if url is None:
+            # A key of the surroundings belongs to the platform of the surroundings.
+            url = os.environ.get("SPO_API_URL") or DEFAULT_URL
+            api_key = api_key or os.environ.get("SPO_API_KEY")
         self._connection = AsyncConnection(
             url.rstrip("/"), api_key, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds, transport=transport
         )

@@ -16,6 +16,7 @@ server's problem+json stands for.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self, Unpack
@@ -96,17 +97,24 @@ class SyncAgentCalls:
 
 
 class Client(TrainingCalls):
-    """A connection to the orchestrator's API; close it or use it as a context manager."""
+    """A connection to the orchestrator's API; close it or use it as a context manager.
+
+    Without a url it is that of SPO_API_URL with the key of SPO_API_KEY, else this machine's usual port.
+    """
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
+        url: str | None = None,
         api_key: str | None = None,
         *,
         timeout_seconds: float = 15.0,
         retry_seconds: float = 30.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        if url is None:
+            # A key of the surroundings belongs to the platform of the surroundings.
+            url = os.environ.get("SPO_API_URL") or DEFAULT_URL
+            api_key = api_key or os.environ.get("SPO_API_KEY")
         self._connection = Connection(
             url.rstrip("/"), api_key, timeout_seconds=timeout_seconds, retry_seconds=retry_seconds, transport=transport
         )

@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 from spo.cli import start as cli_start
 from spo.cli.app import app
 from spo.cli.start import MachineFacts, convert_config, convert_rows
+from spo.cli.tasks import chosen_problems, tasks_and_model
 from spo.console import grouped
 from spo.errors import InvalidInput
 from spo.spec.job_spec import TasksSpec, parse_job_spec
+from spo.spec.section import read_spec
 from spo.tasks.load import load_tasks
 from spo.tasks.records import read_jsonl
 from spo.testing.runs import write_model_without_weights
@@ -151,7 +153,9 @@ def test_rows_of_trl_bring_answers_and_completions_and_bad_ones_are_named(tmp_pa
     assert "line 1" in refused.value.violations[0].pointer
 
 
-def test_preferences_become_experience_with_the_tasks_it_answers_and_the_command_is_printed(tmp_path: Path) -> None:
+def test_preferences_become_experience_with_the_tasks_it_answers_and_the_command_is_printed(
+    model: Path, tmp_path: Path
+) -> None:
     file, out = tmp_path / "pairs.jsonl", tmp_path / "rated.jsonl"
     file.write_text(json.dumps({"prompt": "Hi?", "chosen": "Yes", "rejected": "No"}))
     done = run("convert", "rows", file, out)
@@ -161,10 +165,39 @@ def test_preferences_become_experience_with_the_tasks_it_answers_and_the_command
     section = yaml.safe_load((tmp_path / "rated.tasks.yaml").read_text())["tasks"]
     (problem,) = load_tasks(TasksSpec.model_validate(section)).train
     assert problem.statement == "Hi?"
-    words = done.output.split()
-    assert (
-        f"next: spo experience import {out} --name pairs --tasks {tmp_path / 'rated.tasks.yaml'}".split() == words[-9:]
-    )
+    job = tmp_path / "rated.tasks.yaml"
+    assert done.output.splitlines()[-2:] == [
+        f"next: spo experience import {out} --name pairs --tasks {job}",
+        f"then: spo job submit {job} --model FOLDER --wait",
+    ]
+    spec = parse_job_spec(yaml.safe_load(job.read_text()) | {"model": {"path": "/models/pi0"}})
+    assert (spec.algorithm.losses[0].objective, spec.offline.experience[0].run) == ("dpo", "pairs")
+    look = run("data", "look", file)
+    assert "objective: dpo" in look.output
+    assert "spo job submit" in look.output
+    refused = run("init", model, file)
+    assert "imported and learned from" in str(refused.exception)
+
+
+def test_a_model_that_does_not_know_the_words_is_told_of_before_a_job(model: Path, tmp_path: Path) -> None:
+    rows = [{"statement": f"What is {number} plus two, please?", "answer": {"expected": ["4"]}} for number in range(40)]
+    strange, known = tmp_path / "strange.jsonl", tmp_path / "known.jsonl"
+    strange.write_text("\n".join(map(json.dumps, rows)))
+    known.write_text("\n".join(json.dumps(row | {"statement": "sum of the even numbers"}) for row in rows))
+    said = run("init", model, strange, "--out", tmp_path / "job.yaml")
+    assert said.exit_code == 0, said.output
+    assert "drops most of what is asked" in said.output
+    assert "warning" not in run("init", model, known, "--out", tmp_path / "other.yaml").output
+
+
+def test_few_rows_are_shown_where_nobody_asked_to_hold_some_out(tmp_path: Path) -> None:
+    rows, section = tmp_path / "rows.jsonl", tmp_path / "tasks.yaml"
+    rows.write_text(json.dumps(SUM))
+    section.write_text(json.dumps({"tasks": {"kind": "jsonl", "path": str(rows)}}))
+    assert len(chosen_problems(tasks_and_model(section, "jsonl", read_spec)[0], 10).train) == 1
+    section.write_text(json.dumps({"tasks": {"kind": "jsonl", "path": str(rows), "evaluation_problems": 80}}))
+    with pytest.raises(InvalidInput, match="too few problems"):
+        chosen_problems(tasks_and_model(section, "jsonl", read_spec)[0], 10)
 
 
 def test_a_job_is_written_for_rows_of_another_project_in_either_order(model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+import httpx
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -14,10 +15,10 @@ from typer.testing import CliRunner
 import spo.cli.jobs
 import spo.cli.training
 from spo.cli.app import app
-from spo.client import models
-from spo.client.models import Job, MetricSeries, StepEvaluation, Trajectory, columns, frame, plot
-from spo.client.waiting_view import ProgressBar
-from spo.errors import PreconditionFailed
+from spo.client import Client, models
+from spo.client.models import Job, MetricSeries, PassAtK, StepEvaluation, Trajectory, columns, frame, plot
+from spo.client.waiting_view import LinesNowAndThen, ProgressBar
+from spo.errors import InvalidInput, PreconditionFailed
 from tests.support.openapi_documents import SCHEMAS, example
 
 SERIES = MetricSeries(steps=[1, 2], series={"reward": [-0.5, None], "loss": [1.0, 0.5]})
@@ -85,6 +86,41 @@ def test_the_bar_says_how_far_a_job_is_and_is_silent_where_nobody_looks(terminal
     assert bool(said.getvalue()) == terminal
 
 
+def test_a_bar_names_no_values_where_the_job_reads_none() -> None:
+    said = io.StringIO()
+    far = {"values_done": 0, "values_total": 0, "step": 0, "steps": 5, "weight_version": 0, "evaluations": 0}
+    bar = ProgressBar(Console(file=said, force_terminal=True, width=120))
+    with bar:
+        bar(job(state="validating", progress=far))
+    # What was shown last is drawn at the end.
+    assert "job_1 validating" in said.getvalue()
+    assert "values" not in said.getvalue()
+
+
+def test_a_log_has_a_line_for_each_state_and_one_a_minute() -> None:
+    said, now = io.StringIO(), [0.0]
+    far = {"values_done": 0, "values_total": 0, "step": 0, "steps": 5, "weight_version": 0, "evaluations": 0}
+    tell = LinesNowAndThen(Console(file=said), clock=lambda: now[0])
+    for second, (state, step) in enumerate([("queued", 0)] * 3 + [("running", 1)] * 118):
+        now[0] = float(second)
+        tell(job(state=state, progress=far | {"step": step}))
+
+    assert said.getvalue().splitlines() == [
+        "job_1 queued: step 0 of 5",
+        "job_1 running: step 1 of 5",
+        "job_1 running: step 1 of 5",
+    ]
+
+
+def test_a_wait_ends_with_what_was_learnt() -> None:
+    def after(step: int, **found: float) -> StepEvaluation:
+        return EVALUATED[0].model_copy(update={"step": step, "pass_at_k": {"1": PassAtK(**found)}})
+
+    results = [after(40, value=0.73, low=0.6, high=0.86), after(0, value=0.3, low=0.2, high=0.4)]
+    assert list(spo.cli.jobs.before_and_after(results)) == ["pass@1 0.30 -> 0.73 [0.60, 0.86], better"]
+    assert list(spo.cli.jobs.before_and_after(results[:1])) == []
+
+
 @pytest.mark.parametrize("waits", [[], ["prompts wait for the judge, which is restarted after a fault of its own"]])
 def test_the_bar_fits_eighty_columns_with_the_time_that_is_left(waits: list[str]) -> None:
     said = io.StringIO()
@@ -121,6 +157,40 @@ def test_a_job_is_deleted_only_when_the_person_at_the_terminal_says_so(monkeypat
     # A script has nobody to ask.
     assert CliRunner().invoke(app, ["job", "delete", "job_4"]).exit_code == 0
     assert deleted == ["job_2", "job_3", "job_4"]
+
+
+def test_a_curve_that_a_job_does_not_have_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Measured:
+        def __enter__(self) -> Measured:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def metrics(self, *_: object, **__: object) -> MetricSeries:
+            return MetricSeries(steps=[1], series={"reward": [-1.0]})
+
+    monkeypatch.setattr(spo.cli.training, "api", Measured)
+    assert CliRunner().invoke(app, ["job", "metrics", "job_1", "reward"]).exit_code == 0
+    refused = CliRunner().invoke(app, ["job", "metrics", "job_1", "reward", "pass@1"]).exception
+    assert isinstance(refused, InvalidInput)
+    assert refused.code == "no_such_curve"
+    assert "no curve pass@1; it has reward" in refused.message
+
+
+def test_a_client_without_an_address_asks_the_platform_of_its_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, json={"items": [], "next_cursor": None})
+
+    monkeypatch.setenv("SPO_API_URL", "http://127.0.0.1:1234")
+    monkeypatch.setenv("SPO_API_KEY", "of-the-surroundings")
+    for place in ((), ("http://else:1",)):
+        with Client(*place, transport=httpx.MockTransport(answer)) as client:
+            client.jobs(limit=1)
+    assert [f"{each.url.host}:{each.url.port}" for each in asked] == ["127.0.0.1:1234", "else:1"]
+    assert [each.headers.get("Authorization") for each in asked] == ["Bearer of-the-surroundings", None]
 
 
 def test_trajectories_go_into_a_pipe_as_a_line_of_json_each(monkeypatch: pytest.MonkeyPatch) -> None:

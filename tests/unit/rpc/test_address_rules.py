@@ -80,6 +80,18 @@ def test_any_other_address_is_refused_at_its_place(url: str) -> None:
     assert [fault.pointer for fault in refused.value.violations] == ["/tasks/verifier/url"]
 
 
+def test_an_address_of_this_machine_is_told_that_it_takes_two_settings() -> None:
+    for url in ("http://127.0.0.1:9000/score", "http://localhost:9000/score"):
+        with pytest.raises(InvalidInput) as refused:
+            RULES.require_named(url)
+        (fault,) = refused.value.violations
+        assert "SPO_VERIFIER_HTTP_HOSTS" in fault.message
+        assert "SPO_VERIFIER_HTTP_NETWORKS" in fault.message
+    with pytest.raises(InvalidInput) as refused:
+        RULES.require_named("https://evil.example.org/")
+    assert "NETWORKS" not in refused.value.violations[0].message
+
+
 def test_what_is_no_network_is_refused_at_the_start() -> None:
     with pytest.raises(InvalidInput, match="not a network"):
         AddressRules.of([], ["10.0.0.1/8/9"])

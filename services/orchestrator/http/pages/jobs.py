@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import parse_qs, urlencode
 
 import yaml
@@ -290,9 +290,9 @@ class Gain:
     """pass@k before training and after, with intervals, and what may be said of the difference."""
 
     k: str
-    before: Mapping[str, float]
-    after: Mapping[str, float]
-    verdict: Literal["better", "worse", "inside the interval"]
+    before: api.PassAtK
+    after: api.PassAtK
+    verdict: str
 
 
 def before_and_after(results: Sequence[Mapping[str, Any]]) -> list[Gain]:
@@ -300,16 +300,10 @@ def before_and_after(results: Sequence[Mapping[str, Any]]) -> list[Gain]:
     if len(results) < 2:
         return []
     by_step = sorted(results, key=lambda result: int(result["step"]))
-    first, last = by_step[0]["pass_at_k"], by_step[-1]["pass_at_k"]
-    return [Gain(k, first[k], last[k], _compared(first[k], last[k])) for k in sorted(first, key=int) if k in last]
-
-
-def _compared(
-    before: Mapping[str, float], after: Mapping[str, float]
-) -> Literal["better", "worse", "inside the interval"]:
-    if after["low"] > before["high"]:
-        return "better"
-    return "worse" if after["high"] < before["low"] else "inside the interval"
+    first, last = (
+        {k: api.PassAtK.model_validate(score) for k, score in by_step[place]["pass_at_k"].items()} for place in (0, -1)
+    )
+    return [Gain(k, first[k], last[k], last[k].against(first[k])) for k in sorted(first, key=int) if k in last]
 
 
 def _alarms(context: AppContext, job_id: str) -> list[dict[str, object]]:

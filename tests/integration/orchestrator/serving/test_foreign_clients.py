@@ -1,7 +1,7 @@
 """Programs that people bring, unmodified, against a real orchestrator and a real inference replica.
 
-litellm, langchain-openai, inspect-ai and lm-eval (generation and log-likelihoods), each in a process of an environment
-of its own; `make test-nightly` installs it. The openai package has its own test.
+litellm, langchain-openai, inspect-ai, guidellm and lm-eval (generation and log-likelihoods), each in a process of an
+environment of its own; `make test-nightly` installs it. The openai package has its own test.
 """
 
 from __future__ import annotations
@@ -70,6 +70,30 @@ assert log.status == "success", log.error
 assert log.results.completed_samples == 4 and log.results.scores[0].metrics["accuracy"].value == 0
 print("fine")
 """
+# Two at once, streamed; a count of tokens that it asks for is kept to whatever the model says (`ignore_eos`).
+GUIDELLM = """
+import json, runpy, sys
+url, key, model, folder = sys.argv[1:5]
+with open("asked.jsonl", "w") as rows:
+    for number in range(6):
+        rows.write(json.dumps({"prompt": "sum of the numbers", "output_tokens_count": 5}) + "\\n")
+backend = {"kind": "openai_http", "target": url, "model": model, "api_key": key}
+given = {"backend": backend, "profile": {"kind": "concurrent", "streams": [2]}, "tokenizer": {"model": folder}}
+given["data"] = {"kind": "json_file", "path": "asked.jsonl"}
+given |= {"constraint": {"kind": "max_requests", "count": 6}, "output": {"kind": "json", "path": "measured.json"}}
+given["tokenizer"]["kind"] = "huggingface_auto"
+options = [word for name, value in given.items() for word in (f"--{name}", json.dumps(value))]
+sys.argv = ["guidellm", "run", "--disable-console", *options]
+try:
+    runpy.run_module("guidellm", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+(measured,) = json.load(open("measured.json"))["benchmarks"]
+asked = measured["requests"]
+assert len(asked["successful"]) == 6 and not asked["errored"], measured
+assert {each["output_metrics"]["text_tokens"] for each in asked["successful"]} == {5}, asked
+print("fine")
+"""
 LM_EVAL = """
 import json, os, sys
 url, key, model, folder = sys.argv[1:5]
@@ -125,7 +149,7 @@ def log_likelihoods(folder: Path) -> list[float]:
 def test_programs_that_people_bring_are_served_unmodified(
     serve_model: Callable[[dict[str, Any]], AbstractContextManager[Serving]], tmp_path: Path
 ) -> None:
-    environment_of_clients("lm_eval")
+    environment_of_clients("guidellm")
     pi0 = tmp_path / "pi0"
     write_random_llama(pi0, seed=0)
     write_tasks(tmp_path / "tasks")
@@ -137,6 +161,7 @@ def test_programs_that_people_bring_are_served_unmodified(
         serving.client().completions.create(model=serving.job_id, prompt="a", max_tokens=1)
         for program in (LITELLM, LANGCHAIN, INSPECT):
             assert "fine" in run_in_clients(program, *asked, folder=tmp_path), program
+        assert "fine" in run_in_clients(GUIDELLM, *asked, str(pi0), folder=tmp_path)
         found = json.loads(run_in_clients(LM_EVAL, *asked, str(pi0), folder=tmp_path).splitlines()[-1])
     scores = [score for score, _ in found["chosen"][0]]
     assert scores == pytest.approx(log_likelihoods(pi0), abs=1e-2)
