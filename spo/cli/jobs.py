@@ -64,7 +64,9 @@ AllOption = Annotated[bool, typer.Option("--all", help="All of them.")]
 
 def wait_with_bar(client: Client, job_id: str, timeout_seconds: float) -> Job:
     """Wait for a job's end, showing how far it is: values first, then steps. Raises NotReady (code "wait_timeout")."""
-    with ProgressBar(error_console) if error_console.is_terminal else LinesNowAndThen(error_console) as bar:
+    shown: ProgressBar | LinesNowAndThen
+    shown = ProgressBar(error_console) if error_console.is_terminal else LinesNowAndThen(error_console)
+    with shown as bar:
         try:
             return client.wait(job_id, timeout_seconds, bar)
         except KeyboardInterrupt:

@@ -71,7 +71,8 @@ with made.ApiClient(made.Configuration(host=url)) as client:
     jobs.delete_job(job.id)
     try:
         jobs.get_job(job.id)
-    except made.NotFoundException:
+    except made.ApiException as gone:
+        assert gone.status == 404, gone
         print("driven")
 """
 METHOD = re.compile(r"^    def (?!_)(\w+?)(?:_with_http_info|_without_preload_content)?\($", re.MULTILINE)
