@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.frame import Row, run
 from benchmarks.soak import redis_at
+from services.orchestrator.job_records import report_writes
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.leases import report_writes
 from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.messaging.redis_client import RedisClient, connect

@@ -44,8 +44,8 @@ from urllib.parse import quote
 import httpx
 
 from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.job_records import steps_after
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.leases import steps_after
 from services.orchestrator.replicas import SERVED, ReplicaAssigner
 from services.orchestrator.settings import Settings
 from spo import redis_keys

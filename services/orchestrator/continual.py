@@ -24,13 +24,13 @@ from pydantic import Field, model_validator
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.capture import MOST_COLLECTED, CaptureStore, CollectTerms, collect
-from services.orchestrator.checks import SpecCheck, require_followable
+from services.orchestrator.checks import SpecCheck
 from services.orchestrator.commit import NotLeading, timestamp
 from services.orchestrator.datasets import TaskLibrary
 from services.orchestrator.evaluation import OPEN, EvaluationQueue, RequestedEvaluation
-from services.orchestrator.forks import ForkOptions, Forks, merge_patch
+from services.orchestrator.forks import ForkOptions, Forks, merge_patch, require_followable
+from services.orchestrator.job_records import training_series
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.leases import training_series
 from services.orchestrator.serving import NAME_PATTERN, Change, ServedModels, Target
 from services.orchestrator.values import require_stored
 from services.orchestrator.versions import published_versions

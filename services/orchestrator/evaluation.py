@@ -27,9 +27,8 @@ from ulid import ULID
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.commit import IS_LEADER, Commit, Precondition, Write, timestamp
 from services.orchestrator.datasets import TaskLibrary
-from services.orchestrator.job_records import write_fields
+from services.orchestrator.job_records import EvaluationFailure, failures_of, write_fields
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.leases import EvaluationFailure, failures_of
 from services.orchestrator.replicas import SERVED, ReplicaAssigner
 from services.orchestrator.scoring import EvaluationTask, Scorer, Stopped, is_passing, summary, upload_tests
 from services.orchestrator.versions import published_versions

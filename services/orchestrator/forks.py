@@ -1,4 +1,5 @@
-"""New jobs from the weights or the checkpoint of another: everything they need is theirs before they are submitted.
+"""New jobs from the weights or the checkpoint of another: everything they need is theirs before they are submitted. And
+which job may follow another, to train on its rollouts.
 
 From a version: training starts at step 0 with its weights; pi0 stays the parent's, or with as_reference the weights
 become pi0 and are estimated anew. From a checkpoint: training goes on at its step, with the optimiser's state.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,11 @@ from services.orchestrator.values import reference_in_force
 from services.orchestrator.versions import published_versions
 from spo import errors, redis_keys
 from spo.messaging.streams.entries import append_words
+from spo.model.folder import inspect_model_folder
 from spo.observability import get_logger
 from spo.spec.job_spec import JobSpec, parse_job_spec
+from spo.spec.section import TERMINAL
+from spo.spec.tasks import TasksSpec
 from spo.v1.weights_pb2 import WeightAnnouncement
 from spo.weights.model_folders import link_model, model_of_version
 from spo.weights.store import StoredVersion, digest_of
@@ -284,3 +288,72 @@ def _refusal(pointer: str, message: str) -> errors.InvalidInput:
     return errors.InvalidInput(
         "this fork cannot be made", code="invalid_fork", violations=(errors.FieldViolation(pointer, message),)
     )
+
+
+def require_followable(jobs: JobStore, spec: JobSpec, tenant: str) -> None:
+    """Refuse a spec that follows a job it cannot share rollouts with.
+
+    Raises InvalidInput (code "cannot_follow") with the pointer of each reason.
+    """
+    followed = spec.rollout.follow
+    if followed is None:
+        return
+    found = tuple(
+        errors.FieldViolation(pointer, message) for pointer, message in _reasons(jobs, spec, followed, tenant)
+    )
+    if found:
+        raise errors.InvalidInput(f"the job cannot follow {followed}", code="cannot_follow", violations=found)
+
+
+def _reasons(jobs: JobStore, spec: JobSpec, followed: str, tenant: str) -> Iterator[tuple[str, str]]:
+    at = "/rollout/follow"
+    try:
+        state, theirs, owner = jobs.state(followed), jobs.spec(followed), jobs.tenant(followed)
+    except errors.NotFound:
+        owner = None
+    if owner != tenant:
+        # Another tenant's job is not there.
+        yield at, f"there is no job {followed}"
+        return
+    if state in TERMINAL:
+        yield at, f"{followed} is {state}: only jobs that have not ended are followed; see offline.experience"
+    if theirs.replay.online_share == 0:
+        yield at, f"{followed} samples no rollouts of its own"
+    yield from _differences(spec, theirs, followed)
+    yield from _ratios(spec, theirs, followed)
+
+
+def _differences(spec: JobSpec, theirs: JobSpec, followed: str) -> Iterator[tuple[str, str]]:
+    if _model_hash(spec) != _model_hash(theirs):
+        yield "/model/path", f"is another model than that of {followed}"
+    if spec.model.dtype != theirs.model.dtype:
+        yield "/model/dtype", f"is {theirs.model.dtype} in {followed}: its log-probs of pi0 would not hold"
+    for name in ("chat", "stop"):
+        if getattr(spec.model, name) != getattr(theirs.model, name):
+            yield (
+                f"/model/{name}",
+                f"differs from that of {followed}: its rollouts answer other prompts or end otherwise",
+            )
+    for name in ("max_prompt_tokens", "max_response_tokens"):
+        if getattr(spec.model, name) < getattr(theirs.model, name):
+            yield f"/model/{name}", f"is less than in {followed}: its longer rollouts would be left out"
+    for name in TasksSpec.model_fields:
+        if getattr(spec.tasks, name) != getattr(theirs.tasks, name):
+            yield f"/tasks/{name}", f"differs from that of {followed}"
+
+
+def _ratios(spec: JobSpec, theirs: JobSpec, followed: str) -> Iterator[tuple[str, str]]:
+    """As `ratios_begin_at_one` asks of a job's own rollouts."""
+    if theirs.rollout.temperature_range == (1.0, 1.0) and theirs.rollout.top_p == 1:
+        return
+    for index, term in enumerate(spec.algorithm.losses):
+        if term.needs("behaviour") and (term.sources is None or "shared" in term.sources):
+            yield (
+                f"/algorithm/losses/{index}/objective",
+                f"{term.objective} weighs by the sampler's log-probs, and {followed} samples at another temperature "
+                "than 1 or another top_p",
+            )
+
+
+def _model_hash(spec: JobSpec) -> str:
+    return inspect_model_folder(spec.model.path).model_hash

@@ -24,8 +24,9 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.checks import state_in_words
 from services.orchestrator.commit import Commit, Fence, Precondition, Write, now_ms
 from services.orchestrator.damaged_jobs import HALF_THERE, refused_in_words
+from services.orchestrator.job_records import failures_of, latest_point, latest_step
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.leases import Leases, failures_of, latest_point, latest_step
+from services.orchestrator.leases import Leases
 from services.orchestrator.pipeline import entries_in_pipeline, troubles_in_pipeline
 from services.orchestrator.replicas import ReplicaAssigner
 from services.orchestrator.versions import REFERENCE_VERSION, announce_version, announced_version, published_versions

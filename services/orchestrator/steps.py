@@ -25,9 +25,18 @@ from services.orchestrator.commit import Commit, Write
 from services.orchestrator.damaged_jobs import HALF_THERE, refused_in_words, replace_damaged
 from services.orchestrator.datasets import TaskLibrary
 from services.orchestrator.evaluation import EvaluationQueue
-from services.orchestrator.job_records import JobAction, clear_fields, refuse, turns_of, while_field_is, write_fields
+from services.orchestrator.job_records import (
+    EvaluationFailure,
+    JobAction,
+    clear_fields,
+    latest_step,
+    refuse,
+    turns_of,
+    while_field_is,
+    write_fields,
+)
 from services.orchestrator.jobs import JobStore
-from services.orchestrator.leases import EvaluationFailure, Leases, latest_step, recorded_checkpoints
+from services.orchestrator.leases import Leases, recorded_checkpoints
 from services.orchestrator.monitor import JobMonitor
 from services.orchestrator.pipeline import check_groups, given_up
 from services.orchestrator.replicas import ReplicaAssigner, ReplicaRegistry

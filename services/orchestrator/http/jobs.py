@@ -15,7 +15,6 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator, Field
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.auth import Principal
-from services.orchestrator.checks import require_followable
 from services.orchestrator.commit import now_ms
 from services.orchestrator.container import (
     AppContext,
@@ -26,9 +25,17 @@ from services.orchestrator.container import (
     require_own_job,
 )
 from services.orchestrator.damaged_jobs import shown_state, why_not_shown
-from services.orchestrator.forks import ForkOptions
-from services.orchestrator.job_records import CANCEL, PAUSE, RESUME, JobAction, JobRecord, Submission, submitted_before
-from services.orchestrator.leases import training_series
+from services.orchestrator.forks import ForkOptions, require_followable
+from services.orchestrator.job_records import (
+    CANCEL,
+    PAUSE,
+    RESUME,
+    JobAction,
+    JobRecord,
+    Submission,
+    submitted_before,
+    training_series,
+)
 from services.orchestrator.pipeline import DISPATCHER, entries_in_pipeline, troubles_in_pipeline
 from services.orchestrator.steps import act_on, ask_for_checkpoint, rename_job
 from services.orchestrator.values import require_stored

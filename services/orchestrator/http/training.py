@@ -33,13 +33,8 @@ from services.orchestrator.container import (
 )
 from services.orchestrator.datasets import prompt_of
 from services.orchestrator.evaluation import RequestedEvaluation
-from services.orchestrator.leases import (
-    evaluation_results,
-    kept_checkpoints,
-    platform_series,
-    recorded_checkpoints,
-    training_series,
-)
+from services.orchestrator.job_records import evaluation_results, platform_series, training_series
+from services.orchestrator.leases import kept_checkpoints, recorded_checkpoints
 from services.orchestrator.replicas import applied_by
 from services.orchestrator.versions import announced_version, published_versions
 from spo import api, errors, redis_keys

@@ -16,7 +16,7 @@ MOST_FILES_OF_A_WALK = 11
 MOST_LINES_OF_A_QUOTE = 12
 # Lines of all files of a walk; they may only fall. The goal is 2,900 for the trajectory.
 MOST_LINES_OF_A_WALK = {
-    "life_of_a_job.md": 4_640,
+    "life_of_a_job.md": 4_480,
     "life_of_a_trajectory.md": 4_430,
     "life_of_weights.md": 4_040,
 }

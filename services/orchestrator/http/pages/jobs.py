@@ -39,9 +39,8 @@ from services.orchestrator.http.jobs import (
 )
 from services.orchestrator.http.platform import replica_documents
 from services.orchestrator.http.training import checkpoint_documents, trajectory_page, version_documents
-from services.orchestrator.job_records import JobFilter
+from services.orchestrator.job_records import JobFilter, evaluation_results, training_series
 from services.orchestrator.jobs import find_jobs
-from services.orchestrator.leases import evaluation_results, training_series
 from services.orchestrator.replicas import POOLS
 from services.orchestrator.versions import published_versions
 from spo import api, redis_keys

@@ -14,7 +14,7 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.auth import Principal
 from services.orchestrator.container import AppContext
 from services.orchestrator.http.training import list_evaluations
-from services.orchestrator.leases import evaluation_results
+from services.orchestrator.job_records import evaluation_results
 from spo import redis_keys
 from spo.spec.job_spec import EvaluationSpec, parse_job_spec
 from spo.spec.section import JobState

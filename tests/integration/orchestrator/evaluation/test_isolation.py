@@ -12,8 +12,7 @@ import pytest
 from services.orchestrator import evaluation, redis_keys as own_keys, scoring
 from services.orchestrator.container import AppContext
 from services.orchestrator.evaluation import RequestedEvaluation, ScheduledEvaluation
-from services.orchestrator.job_records import CANCEL
-from services.orchestrator.leases import evaluation_results
+from services.orchestrator.job_records import CANCEL, evaluation_results
 from services.orchestrator.steps import act_on
 from services.orchestrator.versions import publish_version
 from spo.errors import IntegrityError, InternalError, InvalidInput, NotReady, SpoError

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.leases import report_writes
+from services.orchestrator.job_records import report_writes
 from spo import redis_keys
 from spo.client import Client
 from spo.errors import catalogue

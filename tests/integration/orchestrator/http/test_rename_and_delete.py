@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from services.orchestrator.container import AppContext
 from services.orchestrator.evaluation import ScheduledEvaluation
-from services.orchestrator.job_records import JobFilter
+from services.orchestrator.job_records import JobFilter, report_writes
 from services.orchestrator.jobs import find_jobs
-from services.orchestrator.leases import report_writes
 from spo.cli.app import app
 from spo.client import Client
 from spo.console import ExitCode

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.leases import training_series
+from services.orchestrator.job_records import training_series
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.versions import publish_version
 from spo import redis_keys

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.job_records import CANCEL, PAUSE, RESUME
-from services.orchestrator.leases import evaluation_results
+from services.orchestrator.job_records import CANCEL, PAUSE, RESUME, evaluation_results
 from services.orchestrator.steps import act_on
 from services.orchestrator.versions import publish_version
 from spo import redis_keys

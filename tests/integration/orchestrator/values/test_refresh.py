@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from services.orchestrator.container import AppContext
-from services.orchestrator.leases import training_series
+from services.orchestrator.job_records import training_series
 from services.orchestrator.service import OrchestratorService
 from services.orchestrator.values import advance_reference, reference_in_force
 from services.orchestrator.versions import publish_version

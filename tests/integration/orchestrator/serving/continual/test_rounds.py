@@ -17,7 +17,7 @@ from services.orchestrator import continual, redis_keys as own_keys
 from services.orchestrator.capture import Captured, CapturedChoice, Feedback
 from services.orchestrator.container import AppContext
 from services.orchestrator.continual import ContinualJob, Round
-from services.orchestrator.leases import report_writes
+from services.orchestrator.job_records import report_writes
 from services.orchestrator.serving import Change, Target
 from spo.experience.columns import StoredTrajectory
 from spo.experience.store import Origin
