@@ -51,9 +51,9 @@ from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceS
 from spo.v1.value_pb2 import PromptValue
 
 ROOT = Path(__file__).parents[2]
-# They may only fall. The goals are 16 and 4,500.
-MOST_FILES = 60
-MOST_LINES = 4_500
+# They may only fall: 36 files and 2,103 lines were measured, 41 where threads met otherwise. The goal is 16 files.
+MOST_FILES = 42
+MOST_LINES = 2_600
 SAMPLES = 4
 
 
