@@ -25,7 +25,7 @@ COMMAND_SECONDS = 3600
 # Image -> Dockerfile, and its roles.
 IMAGES = {
     "judge": ("light", ("sandbox_judge",)),
-    "light": ("light", ("orchestrator", "replay_buffer", "sandbox_judge", "verifier")),
+    "light": ("light", ("agent_runner", "orchestrator", "replay_buffer", "sandbox_judge", "verifier")),
     "cpu": ("cpu", ("inference", "tinker", "trainer", "value_estimation")),
     "gpu": ("gpu", ("inference", "tinker", "trainer", "value_estimation")),
 }

@@ -73,6 +73,9 @@ AGENT_LEASE_AGE = Gauge("spo_agents_lease_age_seconds", "Since the oldest lease 
 AGENT_CALLS_OF_EPISODE = Histogram(
     "spo_agents_calls_per_episode", "Calls of an ended episode", buckets=(0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 )
+AGENT_OPEN_EPISODES = Gauge("spo_agents_open_episodes", "Episodes that wait for a runner or are played", ["pool"])
+RUNNER_EPISODES = Counter("spo_agent_runner_episodes_total", "Episodes that this runner has played", ["status"])
+RUNNER_PLAYING = Gauge("spo_agent_runner_playing", "Episodes that this runner plays now")
 INFERENCE_RUNNING = Gauge("spo_inference_running_sequences", "Sequences being decoded")
 JUDGE_VERDICTS = Counter("spo_judge_verdicts_total", "Verdicts given", ["outcome"])
 JUDGE_CACHE_HITS = Counter("spo_judge_cache_hits_total", "Verdicts answered from the cache")

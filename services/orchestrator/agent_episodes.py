@@ -11,7 +11,9 @@ import json
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -45,6 +47,7 @@ MOST_OPEN_GROUPS = 64
 MOST_ATTEMPTS = 3
 RECLAIM_SECONDS = 30.0
 CONSUMER = "agents"
+DEFAULT_POOL = str(HarnessSpec.model_fields["runner_pool"].default)
 
 EpisodeState = Literal["waiting", "leased", "done", "lost"]
 
@@ -109,6 +112,7 @@ class AgentEpisodes:
         self._consumers: dict[str, Consumer] = {}
         # When a runner of each pool asked last, in monotonic seconds.
         self._asked_at: dict[str, float] = {}
+        self._pools = {DEFAULT_POOL}
         self._outages: dict[str, Outage] = {}
 
     def run(self, stop: threading.Event) -> None:
@@ -184,6 +188,19 @@ class AgentEpisodes:
         """The episodes of all open groups, as they are now; waits for no round."""
         groups = [group for held in list(self._open.values()) for group in list(held.values())]
         return [episode for group in groups for episode in list(group.episodes)]
+
+    def open_by_pool(self) -> dict[str, int]:
+        """By pool of runners the episodes that wait or are played; 0 for one that had some, or whose runners asked."""
+        found = Counter(dict.fromkeys((*self._asked_at, *self._pools), 0))
+        for job_id in list(self._open):
+            harness = None
+            with suppress(NotFound):
+                harness = self._harness(job_id)
+            if harness is not None:
+                groups = list(self._open.get(job_id, {}).values())
+                found[harness.runner_pool] += sum(not each.is_over for group in groups for each in group.episodes)
+        self._pools.update(found)
+        return dict(found)
 
     def _harness(self, job_id: str) -> HarnessSpec | None:
         return self.jobs.spec(job_id).tasks.harness

@@ -534,6 +534,8 @@ class LeaseList(Document):
 
 class RenewedLease(Document):
     lease_until_unix_ms: int
+    # That the agent has made so far.
+    calls: int = 0
 
 
 class SessionView(Document):

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -30,8 +31,8 @@ from spo.cli.jobs import OutputOption, api
 from spo.client import Client
 from spo.client.models import EpisodeLease
 from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
-from spo.errors import PreconditionFailed, SpoError
-from spo.observability import get_logger
+from spo.errors import InvalidInput, PreconditionFailed, SpoError
+from spo.observability import RUNNER_EPISODES, RUNNER_PLAYING, get_logger
 
 agents = typer.Typer(no_args_is_help=True, help="Agents in their own programs: runners of episodes, and traces.")
 
@@ -43,6 +44,8 @@ MOST_ANSWER_CHARACTERS = 65_536
 # So long may a command go on that was asked to end.
 END_SECONDS = 5.0
 SCORE_SECONDS = 600.0
+# So many agents in a row that end without a call, before one has made any: the command is at fault, not the episodes.
+MOST_SILENT = 3
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
 
 log = get_logger("agents")
@@ -113,7 +116,14 @@ class EpisodeRunner:
     commands: by the harness's name. score: run in the episode's folder once the agent has ended; the last line that it
     prints is the reward. None: the job's verifier decides about what the agent has printed. containers: where the
     commands run; None: here, where the score always does.
+
+    Raises InvalidInput for a command here whose program or script is not there.
     """
+
+    # What is played when the runner is to stop goes on for so long.
+    patience_seconds = 0.0
+    # Why no episode can be leased now; "" while the platform answers.
+    obstacle = ""
 
     def __init__(
         self,
@@ -131,24 +141,35 @@ class EpisodeRunner:
         self.most = most
         self.containers = containers
         self.ended = 0
+        for command in [*([] if containers else self.commands.values()), *([self.score] if self.score else [])]:
+            require_program(command)
+        self._lock = threading.Lock()
+        self._stop_at: float | None = None
+        # Agents that have ended without a call since this began, while none has made one; then None.
+        self._silent: int | None = 0
+        self._fault: SpoError | None = None
 
     def run(self, stop: threading.Event, episodes: int | None = None) -> None:
         """Lease and play until stop, or until so many episodes have begun; while the API is away, wait.
 
-        What is played when stop is set, or the call is interrupted, is given back.
+        What is played `patience_seconds` after stop is set, or when the call is interrupted, is given back. Raises
+        PreconditionFailed (code "harness_is_silent") where the agents end without having called anything.
         """
         with ThreadPoolExecutor(self.most, thread_name_prefix="episode") as threads:
             try:
                 self._lease_and_play(threads, stop, episodes)
             except BaseException:
                 # The pool waits for its threads, and an episode may take hours.
+                self.patience_seconds = 0.0
                 stop.set()
                 raise
+        if self._fault is not None:
+            raise self._fault
 
     def _lease_and_play(self, threads: ThreadPoolExecutor, stop: threading.Event, episodes: int | None) -> None:
         begun = 0
         running: set[Future[None]] = set()
-        while not stop.is_set() and (episodes is None or begun < episodes):
+        while not stop.is_set() and self._fault is None and (episodes is None or begun < episodes):
             room = self.most - len(running)
             if episodes is not None:
                 room = min(room, episodes - begun)
@@ -161,10 +182,13 @@ class EpisodeRunner:
 
     def _lease(self, most: int, stop: threading.Event) -> list[EpisodeLease]:
         try:
-            return self.client.agents.lease(self.pool, most, WAIT_SECONDS)
+            leased = self.client.agents.lease(self.pool, most, WAIT_SECONDS)
+            self.obstacle = ""
+            return leased
         except SpoError as error:
             if not error.retryable:
                 raise
+            self.obstacle = error.message
             log.warning("no episodes can be leased now", reason=error.message)
             stop.wait(PAUSE_SECONDS)
             return []
@@ -172,25 +196,56 @@ class EpisodeRunner:
     def play(self, lease: EpisodeLease, stop: threading.Event) -> None:
         """Play one episode and post its outcome; of a lost lease nothing is posted."""
         try:
-            with tempfile.TemporaryDirectory(prefix="spo-episode-") as folder:
-                played = self._played(lease, Path(folder), stop)
-            if played.status == "stopped":
-                self.client.agents.give_back(lease.lease_id, lease.session.token)
-                return
-            outcome = {
-                "token": lease.session.token,
-                "status": played.status,
-                "reward": played.reward,
-                "answer": "" if played.status == "failed" else played.printed,
-            }
-            self.client.agents.end(lease.lease_id, outcome)
-            self.ended += 1
-            said = {"printed": played.printed[-500:]} if played.status == "failed" else {}
-            log.info("an episode has ended", session=lease.lease_id, status=played.status, reward=played.reward, **said)
+            with RUNNER_PLAYING.track_inprogress(), tempfile.TemporaryDirectory(prefix="spo-episode-") as folder:
+                try:
+                    # One that was leased while the runner was asked to stop does not begin.
+                    played = Played("stopped", "") if stop.is_set() else self._played(lease, Path(folder), stop)
+                except PreconditionFailed:
+                    raise
+                except (SpoError, OSError) as error:
+                    log.error("an episode could not be played", session=lease.lease_id, reason=str(error)[:500])
+                    # The runner is at fault; another one may have what this one lacks, and this one tries no faster.
+                    stop.wait(PAUSE_SECONDS)
+                    played = Played("stopped", "")
+            self._post(lease, played)
         except PreconditionFailed as error:
             log.warning("an episode was lost", session=lease.lease_id, reason=error.message)
         except (SpoError, OSError) as error:
-            log.error("an episode could not be played", session=lease.lease_id, reason=str(error)[:500])
+            log.error("an episode's end could not be posted", session=lease.lease_id, reason=str(error)[:500])
+
+    def _post(self, lease: EpisodeLease, played: Played) -> None:
+        RUNNER_EPISODES.labels(status=played.status).inc()
+        if played.status == "stopped" or (played.status == "failed" and self._is_at_fault(lease, played)):
+            self.client.agents.give_back(lease.lease_id, lease.session.token)
+            return
+        outcome = {
+            "token": lease.session.token,
+            "status": played.status,
+            "reward": played.reward,
+            "answer": "" if played.status == "failed" else played.printed,
+        }
+        self.client.agents.end(lease.lease_id, outcome)
+        self.ended += 1
+        said = {"printed": played.printed[-500:]} if played.status == "failed" else {}
+        log.info("an episode has ended", session=lease.lease_id, status=played.status, reward=played.reward, **said)
+
+    def _is_at_fault(self, lease: EpisodeLease, played: Played) -> bool:
+        """Whether a failure is the command's and no episode's, which is given back then.
+
+        Of MOST_SILENT agents that end without a call the last one's episode has failed: should it be that problem
+        after all, other runners are not stopped by it for ever.
+        """
+        called = self._silent is None or self.client.agents.renew(lease.lease_id, lease.session.token).calls > 0
+        with self._lock:
+            if called or self._silent is None:
+                self._silent = None
+                return False
+            self._silent += 1
+            if self._silent < MOST_SILENT:
+                return True
+            words = f"{self._silent} agents in a row have ended without a call, and none has made one yet"
+            self._fault = PreconditionFailed(f"{words}: {played.printed[-500:]}", code="harness_is_silent")
+            return False
 
     def _played(self, lease: EpisodeLease, folder: Path, stop: threading.Event) -> Played:
         command = self.commands.get(lease.harness)
@@ -199,7 +254,9 @@ class EpisodeRunner:
         write_problem(lease, folder)
         environment = environment_of(lease, folder)
         until = lease.session.deadline_unix_ms / 1000
-        status, printed = self._attended(lease, self._begin(command, folder, lease), stop, until)
+        status, printed = self._attended(lease, self.begin(command, folder, lease), stop, until)
+        if status in ("finished", "cut"):
+            self._silent = None
         if status in ("failed", "stopped") or self.score is None:
             return Played(status, printed)
         (folder / "answer.txt").write_text(printed)
@@ -213,7 +270,8 @@ class EpisodeRunner:
             return Played("stopped" if scoring == "stopped" else "failed", scored)
         return Played(status, printed, reward)
 
-    def _begin(self, command: Sequence[str], folder: Path, lease: EpisodeLease) -> Running:
+    def begin(self, command: Sequence[str], folder: Path, lease: EpisodeLease) -> Running:
+        """Start an agent in its episode's folder."""
         if self.containers is None:
             return CommandHere(command, folder, environment_of(lease, folder))
         return self.containers.start(command, folder, keys_of(lease), lease.session.base_url)
@@ -238,11 +296,25 @@ class EpisodeRunner:
                 return "finished" if status == 0 else "failed"
             if time.time() > until:
                 return "cut"
-            if stop.is_set():
+            if stop.is_set() and self._is_out_of_patience():
                 return "stopped"
             if time.monotonic() >= renew_at:
                 self.client.agents.renew(lease.lease_id, lease.session.token)
                 renew_at = time.monotonic() + RENEW_SECONDS
+
+    def _is_out_of_patience(self) -> bool:
+        now = time.monotonic()
+        if self._stop_at is None:
+            self._stop_at = now + self.patience_seconds
+        return now >= min(self._stop_at, now + self.patience_seconds)
+
+
+def require_program(command: Sequence[str]) -> None:
+    """Raises InvalidInput where a command's program, or the script that it is given by its whole path, is not there."""
+    if not command or shutil.which(command[0]) is None:
+        raise InvalidInput(f"there is no program {command[0] if command else 'in an empty command'}", code="no_program")
+    if len(command) > 1 and command[1].startswith("/") and Path(command[1]).suffix and not Path(command[1]).exists():
+        raise InvalidInput(f"{command[0]} is to run {command[1]}, which is not there", code="no_program")
 
 
 def write_problem(lease: EpisodeLease, folder: Path) -> None:

@@ -377,5 +377,6 @@ if __name__ == "__main__":
     sys.stdin.read()
     try:
         remove_all(sys.argv[1])
-    except NotReady as error:
+    except (NotReady, OSError) as error:
+        # OSError: the engine has gone while it was asked.
         sys.exit(f"containers of a runner are not removed: {error}")

@@ -130,6 +130,10 @@ class ServiceProcess:
     on_heartbeat: Beat = lambda response: None
     on_drain: Callable[[], None] = lambda: None
     long_polls: int = 0
+    # False for a process that knows the platform by its HTTP API alone, and is none of its replicas.
+    heartbeats: bool = True
+    # Why the process does not work now, though it lives; "" while it does.
+    obstacle: Callable[[], str] = lambda: ""
     # What this service needs of Redis beside the others: why it cannot be had, and what to do; "" where it can.
     needs_of_redis: Callable[[RedisClient], str] = lambda client: ""
     # Why Redis is not fit to hold the platform's data any more; "" while it is.
@@ -216,12 +220,13 @@ class ServiceProcess:
             self.server.loaded()
         else:
             self._answer()
-        threads = [self._thread(worker) for worker in [*self.workers, self._heartbeats]]
+        beats = [self._heartbeats] if self.heartbeats else []
+        threads = [self._thread(worker) for worker in [*self.workers, *beats]]
         self.server.set_serving(True)
         log.info("serving", address=self.address, pid=os.getpid(), replica=self.replica_id)
         # With a limit: the kernel may give SIGTERM to another thread, and its handler runs only when this one wakes.
         while not self.stop.wait(1.0):
-            self.server.set_obstacle(self.redis_problem or THIS_PROCESS.obstacle())
+            self.server.set_obstacle(self.redis_problem or THIS_PROCESS.obstacle() or self.obstacle())
         return self._drain(threads)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

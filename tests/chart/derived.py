@@ -29,10 +29,11 @@ SECTIONS = {
     "value-estimation": "valueEstimation",
     "trainer": "trainer",
     "tinker": "tinker",
+    "agent-runner": "agentRunner",
 }
 # Set by the chart itself from what it knows: where the process listens, what its key is, whom it may scale.
 TAKEN = {"host", "port", "metrics_port", "advertise_address", "http_port", "api_key", "http_secret", "model_keys"}
-TAKEN |= {"model"}
+TAKEN |= {"model", "api_url", "pool", "harnesses", "score", "most"}
 TAKEN |= {"scaler", "scale_prefix", "scale_keda", "shared_state", "min_replicas", "max_replicas"}
 # Files that the chart carries, and where they come from: a chart cannot read outside its folder.
 DEPLOY = CHART.parents[1] / "deploy"

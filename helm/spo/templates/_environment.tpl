@@ -11,6 +11,15 @@
 - {name: OTEL_TRACES_SAMPLER_ARG, value: {{ .sampleRatio | quote }}}
 {{- end }}
 {{- end }}
+{{- if eq .component "agent-runner" }}
+- {name: {{ $prefix }}_API_URL, value: "http://{{ $full }}-orchestrator:8080"}
+- name: {{ $prefix }}_API_KEY
+  valueFrom: {secretKeyRef: {name: {{ .values.existingSecret }}, key: api-key}}
+- {name: {{ $prefix }}_POOL, value: {{ .values.pool | quote }}}
+- {name: {{ $prefix }}_HARNESSES, value: {{ .values.harnesses | toJson | quote }}}
+- {name: {{ $prefix }}_SCORE, value: {{ .values.score | quote }}}
+- {name: {{ $prefix }}_MOST, value: {{ .values.most | quote }}}
+{{- else }}
 - {name: SPO_STATE_PATH, value: {{ ternary "/var/lib/spo" "/tmp/spo" (ne .state "") }}}
 {{- if .experience }}
 - {name: SPO_EXPERIENCE_URL, value: {{ include "spo.storeUrl" (dict "root" .root "store" "experience") | default "/experience" | quote }}}
@@ -36,11 +45,12 @@
 {{- range list "inference" "sandbox-judge" "verifier" "replay-buffer" "value-estimation" }}
 - {name: SPO_{{ . | replace "-" "_" | upper }}_ADDRESS, value: "dns:///{{ $full }}-{{ . }}:7070"}
 {{- end }}
+{{- end }}
 {{- if .redis }}
 {{ include "spo.redisVariables" .root }}
 - {name: SPO_REDIS_WAIT_SECONDS, value: "120"}
 {{- end }}
-{{- if .root.Values.rpcToken.enabled }}
+{{- if and .root.Values.rpcToken.enabled (ne .component "agent-runner") }}
 - name: SPO_RPC_TOKEN
   valueFrom: {secretKeyRef: {name: {{ include "spo.secret" .root }}, key: rpc-token}}
 {{- end }}

@@ -103,6 +103,22 @@ app.kubernetes.io/component: {{ .component }}
 {{- fail (printf "%s.autoscaling: hpa goes by the share of resources.requests.cpu, which is not set" $name) -}}
 {{- end -}}
 {{- end -}}
+{{- with .Values.agentRunner -}}
+{{- if .enabled -}}
+{{- if not .existingSecret -}}
+{{- fail "agentRunner.enabled: set agentRunner.existingSecret to a Secret whose api-key has the scope agents:run (`spo key create`)" -}}
+{{- end -}}
+{{- if not .harnesses -}}
+{{- fail "agentRunner.enabled: agentRunner.harnesses names no command" -}}
+{{- end -}}
+{{- if ne .autoscaling.engine "keda" -}}
+{{- fail "agentRunner.autoscaling.engine: only keda knows how many episodes are open" -}}
+{{- end -}}
+{{- if and .autoscaling.enabled (gt (int .autoscaling.minReplicas) (int .autoscaling.maxReplicas)) -}}
+{{- fail "agentRunner.autoscaling: minReplicas is above maxReplicas" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and (or .Values.objectStore.existingSecret .Values.objectStore.endpoint) (not (include "spo.bucketOnly" .)) (not .Values.weights.url) (not .Values.checkpoints.url) (not (hasPrefix "s3://" .Values.experience.url)) (not (contains "s3://" (toJson .Values.models.downloads))) -}}
 {{- fail "objectStore is set, but neither storage.url nor weights.url nor checkpoints.url nor experience.url nor a download is an s3:// URL" -}}
 {{- end -}}

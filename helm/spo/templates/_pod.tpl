@@ -39,6 +39,9 @@ spec:
   {{- if and (eq .component "orchestrator") .root.Values.scaling.enabled }}
   serviceAccountName: {{ include "spo.fullname" .root }}-orchestrator
   automountServiceAccountToken: true
+  {{- else if eq .component "agent-runner" }}
+  serviceAccountName: {{ include "spo.fullname" .root }}-agent-runner
+  automountServiceAccountToken: false
   {{- else }}
   serviceAccountName: {{ include "spo.serviceAccount" .root }}
   automountServiceAccountToken: false
@@ -62,7 +65,7 @@ spec:
   {{- end }}
   containers:
     - name: {{ .component }}
-      image: {{ include "spo.image" . }}
+      image: {{ dig "image" "" .values | default (include "spo.image" .) }}
       imagePullPolicy: {{ .root.Values.images.pullPolicy }}
       # A process that cannot start says why in its last line of log: so does the pod's status.
       terminationMessagePolicy: FallbackToLogsOnError

@@ -56,7 +56,10 @@ spec:
     - {name: metrics, port: 9090, targetPort: metrics}
 {{- end -}}
 
-{{/* Autoscaling by CPU, or by what the jobs need (spo_wanted_replicas); argument as for spo.podTemplate */}}
+{{/*
+Autoscaling by CPU, or by what the jobs need (spo_wanted_replicas); argument as for spo.podTemplate, and for a pool that
+PUT /v1/scale does not move: valueLocation, targetValue
+*/}}
 {{- define "spo.autoscaling" -}}
 {{- $scaling := .values.autoscaling -}}
 {{- $name := printf "%s-%s" (include "spo.fullname" .root) .component -}}
@@ -89,7 +92,11 @@ metadata:
     {{- include "spo.labels" . | nindent 4 }}
 spec:
   scaleTargetRef: {name: {{ $name }}}
+  {{- if .valueLocation }}
+  minReplicaCount: {{ $scaling.minReplicas }}
+  {{- else }}
   minReplicaCount: {{ include "spo.requestedReplicas" (dict "root" .root "name" $name "apiVersion" "keda.sh/v1alpha1" "kind" "ScaledObject" "field" "minReplicaCount" "default" $scaling.minReplicas) }}
+  {{- end }}
   maxReplicaCount: {{ $scaling.maxReplicas }}
   pollingInterval: 15
   # When the orchestrator does not answer, the pool stays as it is: what it is busy with goes on.
@@ -100,12 +107,13 @@ spec:
         {{- toYaml $scaling.behavior | nindent 8 }}
   triggers:
     # What the orchestrator finds that the jobs need, in replicas: AverageValue with a target of 1 asks for just so many.
+    # Of runners the episodes that are open, of which each plays as many as the target.
     - type: metrics-api
       metadata:
         url: http://{{ include "spo.fullname" $.root }}-orchestrator.{{ $.root.Release.Namespace }}.svc:8080/metrics
         format: prometheus
-        valueLocation: spo_wanted_replicas{pool="{{ $.component }}"}
-        targetValue: "1"
+        valueLocation: {{ $.valueLocation | default (printf "spo_wanted_replicas{pool=%q}" $.component) }}
+        targetValue: {{ $.targetValue | default "1" | quote }}
         activationTargetValue: "0"
         authMode: bearer
       authenticationRef: {name: {{ include "spo.fullname" $.root }}-orchestrator}

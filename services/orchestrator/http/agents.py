@@ -196,7 +196,8 @@ def renew_lease(
     session = _own(context, principal, session_id)
     context.agent_sessions.require_token(session, body.token)
     renewed = context.agent_episodes.renew(session)
-    return api.RenewedLease(lease_until_unix_ms=renewed.lease_until_unix_ms)
+    calls = int(context.agent_sessions.counts(session)["calls"])
+    return api.RenewedLease(lease_until_unix_ms=renewed.lease_until_unix_ms, calls=calls)
 
 
 @router.post("/leases/{session_id}/outcome")

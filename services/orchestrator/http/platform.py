@@ -38,6 +38,7 @@ from spo.messaging.streams.recovery import counts_of
 from spo.observability import (
     AGENT_EPISODES,
     AGENT_LEASE_AGE,
+    AGENT_OPEN_EPISODES,
     DELETIONS_FAILING,
     JOBS,
     REPLICAS,
@@ -347,6 +348,9 @@ def refresh_gauges(context: AppContext) -> None:
     held = context.agent_episodes.held()
     for state in get_args(EpisodeState):
         AGENT_EPISODES.labels(state=state).set(sum(each.state == state for each in held))
+    # Runners are scaled by it: a pool that has none open is there with 0.
+    for pool, count in context.agent_episodes.open_by_pool().items():
+        AGENT_OPEN_EPISODES.labels(pool=pool).set(count)
     leased = [each.leased_unix_ms for each in held if each.state == "leased" and each.leased_unix_ms]
     AGENT_LEASE_AGE.set(max(0.0, (now_ms() - min(leased)) / 1000) if leased else 0.0)
     for pool, count in context.autoscaling.wanted.items():

@@ -89,7 +89,7 @@ def test_every_command_and_every_module_of_its_roles_starts(image: tuple[str, di
 def test_a_role_that_is_not_in_the_image_is_not_found(image: tuple[str, dict[str, str]], tmp_path: Path) -> None:
     name, environment = image
     assert roles(name) == {"sandbox_judge"} | (
-        {"orchestrator", "replay_buffer", "verifier"} if name == "light" else set()
+        {"agent_runner", "orchestrator", "replay_buffer", "verifier"} if name == "light" else set()
     )
     look = (
         "import importlib.util, json, sys; print(json.dumps([importlib.util.find_spec(each) for each in sys.argv[1:]]))"

@@ -160,16 +160,23 @@ def test_services_without_a_published_port_have_no_way_out() -> None:
         if "ports" not in service:
             # Verifiers ask reward services of people's own.
             outside = {"outside"} if name == "verifier" else set()
-            assert set(service["networks"]) == {"pipeline"} | outside, name
+            # Runners of agents reach the orchestrator and nothing else.
+            inside = {"agents"} if name == "agent-runner" else {"pipeline"}
+            assert set(service["networks"]) == inside | outside, name
+    agents = [name for name, service in COMPOSE["services"].items() if "agents" in service.get("networks", [])]
+    assert (COMPOSE["networks"]["agents"], agents) == ({"internal": True}, ["orchestrator", "agent-runner"])
 
 
 def test_secrets_are_files_whose_names_are_settings() -> None:
     for name, service in SERVICES.items():
         assert not [variable for variable in service["environment"] if re.search("PASSWORD|KEY|REDIS_URL", variable)]
-        wants_redis = "trainer" not in name and name != "tinker"
+        wants_redis = "trainer" not in name and name not in ("tinker", "agent-runner")
         assert ("spo_redis_url" in service.get("secrets", [])) is wants_redis
         # As in the chart: who has no token of the platform gets nothing by gRPC.
-        assert "spo_rpc_token" in service["secrets"]
+        # Beside agents there is neither that nor the platform's own key.
+        token = {"spo_agent_runner_api_key"} if name == "agent-runner" else {"spo_rpc_token"}
+        assert token <= set(service["secrets"])
+        assert name != "agent-runner" or token == set(service["secrets"])
     assert all(secret["file"].startswith("deploy/secrets/") for secret in COMPOSE["secrets"].values())
 
 
@@ -179,7 +186,9 @@ def test_the_secrets_that_compose_mounts_are_made_once_and_differ(tmp_path: Path
 
     def made() -> dict[str, str]:
         subprocess.run([tmp_path / "deploy" / "make_secrets.sh"], check=True, capture_output=True, timeout=60)
-        return {name: (tmp_path / secret["file"]).read_text() for name, secret in COMPOSE["secrets"].items()}
+        # But for a key that the platform itself makes.
+        files = {name: each["file"] for name, each in COMPOSE["secrets"].items() if name != "spo_agent_runner_api_key"}
+        return {name: (tmp_path / file).read_text() for name, file in files.items()}
 
     first = made()
     assert (tmp_path / ".env").read_text() == "COMPOSE_PROJECT_NAME=spo\n"

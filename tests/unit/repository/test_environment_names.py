@@ -11,6 +11,7 @@ from spo.service.settings import PlatformSettings
 
 ROOT = Path(__file__).parents[3]
 SERVICES = ("inference", "sandbox_judge", "replay_buffer", "value_estimation", "trainer", "orchestrator", "verifier")
+SERVICES += ("agent_runner",)
 NAMED = re.compile(rf"\bSPO_(?:{'|'.join(SERVICES).upper()})_[A-Z_]*[A-Z]\b")
 
 

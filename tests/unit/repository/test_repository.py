@@ -33,6 +33,7 @@ LIGHT_MODULES = (
     "spo.cli",
     "spo.client",
     "spo.demo.demo",
+    "services.agent_runner.__main__",
     "services.orchestrator.__main__",
     "services.sandbox_judge.__main__",
     "services.verifier.__main__",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from services.orchestrator.commit import now_ms
 from services.orchestrator.http.jobs import waits as job_waits
 from services.replay_buffer.store import check_judged
 from spo import redis_keys
-from spo.cli.agents import EpisodeRunner
+from spo.cli.agents import EpisodeRunner, Running
 from spo.client import Client
-from spo.errors import InvalidInput, LeaseLost
+from spo.client.models import EpisodeLease
+from spo.errors import InvalidInput, LeaseLost, PreconditionFailed
 from spo.messaging.streams.entries import publish
 from spo.model.chat import trained_mask
 from spo.spec.section import JobState
@@ -411,3 +412,91 @@ def test_where_one_path_is_trained_on_others_take_nothing_of_its_tokens(counter:
     main.call(lease, "c")
     assert counter.peers.inference.asked.path_tokens == 64 + 256
     assert main.end(lease, reward=1).status_code == 200
+
+
+def test_an_episode_that_a_runner_cannot_start_is_anothers_at_once_and_at_no_fault(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(EpisodeRunner):
+        def begin(self, command: Sequence[str], folder: Path, lease: EpisodeLease) -> Running:
+            raise OSError("no room left")
+
+    monkeypatch.setattr("spo.cli.agents.PAUSE_SECONDS", 0.01)
+    with Client(played.counter.url, KEY) as client:
+        Broken(client, "default", {"guess": sys.executable}, None, 1).run(threading.Event(), episodes=2)
+    assert [each["fence"] for each in played.lease(most=5)] == [0, 0]
+
+
+def test_a_command_that_never_calls_stops_its_runner_before_it_has_burnt_the_episodes_attempts(played: Played) -> None:
+    with Client(played.counter.url, KEY) as client:
+        command = f"{sys.executable} -c 'raise SystemExit(\"no such model file\")'"
+        runner = EpisodeRunner(client, "default", {"guess": command}, None, 1)
+        with pytest.raises(PreconditionFailed, match=r"without a call.*no such model file") as stopped:
+            runner.run(threading.Event())
+    assert stopped.value.code == "harness_is_silent"
+    # The last of them counts, so that one problem that no agent can begin stops no runner for ever.
+    assert sorted(each["fence"] for each in played.lease(most=5)) == [0, 1]
+
+
+@pytest.mark.parametrize("command", ["no-such-program", f"{sys.executable} /opt/no/such.py", ""])
+def test_a_runner_whose_program_is_not_there_is_refused_before_it_leases(command: str) -> None:
+    with Client("http://127.0.0.1:9", KEY) as client, pytest.raises(InvalidInput) as refused:
+        EpisodeRunner(client, "default", {"guess": command})
+    assert refused.value.code == "no_program"
+
+
+def test_what_is_played_when_a_runner_is_asked_to_stop_may_end_within_its_patience(
+    played: Played, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(GUESS.replace("print(", "import time; time.sleep(3); print("))
+    stop = threading.Event()
+    with Client(played.counter.url, KEY) as client:
+        runner = EpisodeRunner(client, "default", {"guess": f"{sys.executable} {tmp_path}/slow.py 0"}, None, 1)
+        runner.patience_seconds = 60.0
+        thread = threading.Thread(target=runner.run, args=(stop,))
+        thread.start()
+        (group,) = played.context.agent_episodes._open[played.job_id].values()
+        sessions = played.context.agent_sessions
+
+        def called() -> bool:
+            held = [sessions.get(each.session_id) for each in group.episodes if each.session_id]
+            return any(int(sessions.counts(each)["calls"]) for each in held)
+
+        wait_until(called, "an agent has called its session")
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    assert sorted(each.state for each in group.episodes) == ["done", "waiting"]
+
+
+def test_open_episodes_are_counted_by_pool_and_a_pool_that_has_none_any_more_is_there_with_0(played: Played) -> None:
+    def counted() -> dict[str, float]:
+        lines = played.counter.ask("GET", "/metrics").text.splitlines()
+        found = [line.rpartition(" ") for line in lines if line.startswith("spo_agents_open_episodes{")]
+        return {name.partition('"')[2].rstrip('"}'): float(value) for name, _, value in found}
+
+    assert counted() == {"default": 2}
+    (one,) = played.lease()
+    assert not played.lease(pool="other")
+    assert counted() == {"default": 2, "other": 0}
+    played.call(one, "x")
+    assert played.end(one, reward=1).status_code == 200
+    assert counted() == {"default": 1, "other": 0}
+    (two,) = played.lease()
+    played.call(two, "x")
+    assert played.end(two, reward=1).status_code == 200
+    played.look()
+    assert counted() == {"default": 0, "other": 0}
+
+
+def test_a_group_with_a_lost_episode_is_passed_on_with_those_that_ended(counter: Counter) -> None:
+    played = Played(counter)
+    for _ in range(3):
+        lease = next(each for each in played.lease(most=1))
+        assert played.end(lease, status="failed").status_code == 200
+    (other,) = played.lease(most=5)
+    played.call(other, "x")
+    assert played.end(other, reward=0.25).status_code == 200
+    (rollout,) = played.rollouts()
+    assert (rollout.sample_index, rollout.verdict.score) == (1, 0.25)
+    assert not played.lease(most=5)

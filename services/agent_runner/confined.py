@@ -1,0 +1,78 @@
+"""`python -m services.agent_runner.confined '["/folder", ...]' COMMAND...`: becomes the command, confined by Landlock.
+
+Agents run as the user that the runner runs as, in its container: without this they could read the platform's key from
+its environment or from the secrets that are mounted there, and write into each other's episodes. What is confined
+reads what the image brings, reads and writes the folder that it is started in, and neither traces nor signals what is
+outside. The network is as it was: a session has to be called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+import sys
+from collections.abc import Sequence
+
+from spo.errors import PreconditionFailed
+
+# System calls, the same on every machine; rights by the version of Landlock that brought them (linux/landlock.h).
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
+_FIRST_RIGHTS = (1 << 13) - 1
+_LATER_RIGHTS = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
+_READ = 1 << 0 | 1 << 2 | 1 << 3
+_OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
+# Abstract sockets and signals to what is outside, from version 6 on.
+_SCOPES = 3
+# Of the root what an image does not bring: secrets, other episodes, state, people's homes.
+HIDDEN = frozenset(("home", "mnt", "root", "run", "srv", "sys", "tmp", "var"))
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def landlock_version() -> int:
+    """Version of Landlock in this kernel; 0 where there is none."""
+    return max(0, int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION))))
+
+
+def confine(folder: str, readable: Sequence[str]) -> None:
+    """Confine this process and all that it starts. Raises OSError, PreconditionFailed (code "no_isolation")."""
+    version = landlock_version()
+    if not version:
+        raise PreconditionFailed("this kernel offers no Landlock, so agents cannot be confined", code="no_isolation")
+    rights = _FIRST_RIGHTS
+    for since, right in _LATER_RIGHTS.items():
+        rights |= right if version >= since else 0
+    attributes = struct.pack("=QQQ", rights, 0, _SCOPES)[: 24 if version >= 6 else 8]
+    size = ctypes.c_size_t(len(attributes))
+    ruleset = _asked(_CREATE_RULESET, attributes, size, ctypes.c_uint(0))
+    seen = [entry.path for entry in os.scandir("/") if entry.name not in HIDDEN and not entry.is_symlink()]
+    for path, allowed in [*((each, _READ) for each in (*seen, *readable)), ("/dev", rights), (folder, rights)]:
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        granted = rights & allowed if os.path.isdir(path) else rights & allowed & _OF_FILES
+        rule = struct.pack("=Qi", granted, descriptor)
+        _asked(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint(0))
+        os.close(descriptor)
+    if _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+    _asked(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))
+    os.close(ruleset)
+
+
+def _asked(number: int, *arguments: object) -> int:
+    answer = int(_libc.syscall(number, *arguments))
+    if answer < 0:
+        raise OSError(ctypes.get_errno(), f"landlock: {os.strerror(ctypes.get_errno())}")
+    return answer
+
+
+if __name__ == "__main__":
+    confine(os.getcwd(), json.loads(sys.argv[1]))
+    os.environ["TMPDIR"] = os.getcwd()
+    os.execvp(sys.argv[2], sys.argv[2:])
