@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.agent_runner.confined import landlock_version
+from services.agent_runner.confined import __file__ as confined_program, landlock_version
 from services.agent_runner.settings import Settings
 from spo.cli.agents import END_SECONDS, CommandHere, EpisodeRunner, Running, environment_of
 from spo.client import Client
@@ -30,7 +30,8 @@ class ConfinedRunner(EpisodeRunner):
     def begin(self, command: Sequence[str], folder: Path, lease: EpisodeLease) -> Running:
         """Start an agent in its episode's folder, and keep it there."""
         seen = [sys.prefix, sys.base_prefix, *self.readable]
-        confined = [sys.executable, "-m", "services.agent_runner.confined", json.dumps(seen)]
+        # By its path: with -m the agent's folder would be searched for modules first.
+        confined = [sys.executable, confined_program, json.dumps(seen)]
         return CommandHere([*confined, *command], folder, environment_of(lease, folder))
 
 

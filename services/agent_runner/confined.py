@@ -1,4 +1,4 @@
-"""`python -m services.agent_runner.confined '["/folder", ...]' COMMAND...`: becomes the command, confined by Landlock.
+"""`python confined.py '["/folder", ...]' COMMAND...`: becomes the command, confined by Landlock.
 
 Agents run as the user that the runner runs as, in its container: without this they could read the platform's key from
 its environment or from the secrets that are mounted there, and write into each other's episodes. What is confined
@@ -19,7 +19,8 @@ from spo.errors import PreconditionFailed
 
 # System calls, the same on every machine; rights by the version of Landlock that brought them (linux/landlock.h).
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
+_VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES, _DROP_CAPABILITY = 1, 1, 38, 24
+_CAPABILITIES = 64
 _FIRST_RIGHTS = (1 << 13) - 1
 _LATER_RIGHTS = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
 _READ = 1 << 0 | 1 << 2 | 1 << 3
@@ -59,6 +60,9 @@ def confine(folder: str, readable: Sequence[str]) -> None:
         rule = struct.pack("=Qi", granted, descriptor)
         _asked(_ADD_RULE, ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), rule, ctypes.c_uint(0))
         os.close(descriptor)
+    # Of a runner that is root: with CAP_PERFMON the environment of every process can be read, whatever Landlock says.
+    for capability in range(_CAPABILITIES):
+        _libc.prctl(_DROP_CAPABILITY, capability, 0, 0, 0)
     if _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
     _asked(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))

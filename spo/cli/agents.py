@@ -217,6 +217,8 @@ class EpisodeRunner:
         RUNNER_EPISODES.labels(status=played.status).inc()
         if played.status == "stopped" or (played.status == "failed" and self._is_at_fault(lease, played)):
             self.client.agents.give_back(lease.lease_id, lease.session.token)
+            printed = played.printed[-500:]
+            log.warning("an episode is given back", session=lease.lease_id, status=played.status, printed=printed)
             return
         outcome = {
             "token": lease.session.token,
