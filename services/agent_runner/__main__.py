@@ -4,10 +4,7 @@ It knows the platform by its HTTP API alone, as an agent does: it has no token o
 that what runs beside hostile agents holds nothing but a key that leases episodes.
 """
 
-import json
 import sys
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 from services.agent_runner.confined import __file__ as confined_program, landlock_version
@@ -25,13 +22,13 @@ log = get_logger("runner")
 class ConfinedRunner(EpisodeRunner):
     """Starts each agent confined to its episode's folder; `readable`: folders that it may read beside the image's."""
 
-    readable: Sequence[str] = ()
+    readable: tuple[str, ...] = ()
 
-    def begin(self, command: Sequence[str], folder: Path, lease: EpisodeLease) -> Running:
+    def begin(self, command: list[str], folder: Path, lease: EpisodeLease) -> Running:
         """Start an agent in its episode's folder, and keep it there."""
         seen = [sys.prefix, sys.base_prefix, *self.readable]
         # By its path: with -m the agent's folder would be searched for modules first.
-        confined = [sys.executable, confined_program, json.dumps(seen)]
+        confined = [sys.executable, confined_program, ":".join(seen)]
         return CommandHere([*confined, *command], folder, environment_of(lease, folder))
 
 
@@ -48,7 +45,7 @@ def runner_of(settings: Settings, client: Client) -> EpisodeRunner:
         )
         raise PreconditionFailed(f"{message} where they may", code="no_isolation")
     runner = ConfinedRunner(*asked)
-    runner.readable = settings.readable
+    runner.readable = tuple(settings.readable)
     return runner
 
 
@@ -65,9 +62,9 @@ def main() -> int:
         # An agent that is to end has END_SECONDS for each of two signals; then its episode is given back.
         runner.patience_seconds = max(0.0, settings.drain_seconds - 3 * END_SECONDS)
 
-        def episodes(stop: threading.Event) -> None:
+        def episodes(_: object) -> None:
             try:
-                runner.run(stop)
+                runner.run(process.stop)
             except SpoError as error:
                 log.error("the runner ends", reason=error.message, code=error.code)
                 process.failed = True

@@ -1,4 +1,4 @@
-"""`python confined.py '["/folder", ...]' COMMAND...`: becomes the command, confined by Landlock.
+"""`python confined.py /FOLDER:... COMMAND...`: becomes the command, confined by Landlock.
 
 Agents run as the user that the runner runs as, in its container: without this they could read the platform's key from
 its environment or from the secrets that are mounted there, and write into each other's episodes. What is confined
@@ -9,13 +9,9 @@ outside. The network is as it was: a session has to be called.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import struct
 import sys
-from collections.abc import Sequence
-
-from spo.errors import PreconditionFailed
 
 # System calls, the same on every machine; rights by the version of Landlock that brought them (linux/landlock.h).
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -39,11 +35,11 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION))))
 
 
-def confine(folder: str, readable: Sequence[str]) -> None:
-    """Confine this process and all that it starts. Raises OSError, PreconditionFailed (code "no_isolation")."""
+def confine(folder: str, readable: list[str]) -> None:
+    """Confine this process and all that it starts. Raises OSError."""
     version = landlock_version()
     if not version:
-        raise PreconditionFailed("this kernel offers no Landlock, so agents cannot be confined", code="no_isolation")
+        raise OSError("this kernel offers no Landlock, so agents cannot be confined")
     rights = _FIRST_RIGHTS
     for since, right in _LATER_RIGHTS.items():
         rights |= right if version >= since else 0
@@ -77,6 +73,6 @@ def _asked(number: int, *arguments: object) -> int:
 
 
 if __name__ == "__main__":
-    confine(os.getcwd(), json.loads(sys.argv[1]))
+    confine(os.getcwd(), sys.argv[1].split(":"))
     os.environ["TMPDIR"] = os.getcwd()
     os.execvp(sys.argv[2], sys.argv[2:])

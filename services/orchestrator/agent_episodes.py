@@ -11,9 +11,7 @@ import json
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -191,16 +189,18 @@ class AgentEpisodes:
 
     def open_by_pool(self) -> dict[str, int]:
         """By pool of runners the episodes that wait or are played; 0 for one that had some, or whose runners asked."""
-        found = Counter(dict.fromkeys((*self._asked_at, *self._pools), 0))
+        found = dict.fromkeys((*self._asked_at, *self._pools), 0)
         for job_id in list(self._open):
-            harness = None
-            with suppress(NotFound):
+            try:
                 harness = self._harness(job_id)
+            except NotFound:
+                continue
             if harness is not None:
                 groups = list(self._open.get(job_id, {}).values())
-                found[harness.runner_pool] += sum(not each.is_over for group in groups for each in group.episodes)
+                waiting = sum(not each.is_over for group in groups for each in group.episodes)
+                found[harness.runner_pool] = found.get(harness.runner_pool, 0) + waiting
         self._pools.update(found)
-        return dict(found)
+        return found
 
     def _harness(self, job_id: str) -> HarnessSpec | None:
         return self.jobs.spec(job_id).tasks.harness

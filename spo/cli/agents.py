@@ -272,7 +272,7 @@ class EpisodeRunner:
             return Played("stopped" if scoring == "stopped" else "failed", scored)
         return Played(status, printed, reward)
 
-    def begin(self, command: Sequence[str], folder: Path, lease: EpisodeLease) -> Running:
+    def begin(self, command: list[str], folder: Path, lease: EpisodeLease) -> Running:
         """Start an agent in its episode's folder."""
         if self.containers is None:
             return CommandHere(command, folder, environment_of(lease, folder))

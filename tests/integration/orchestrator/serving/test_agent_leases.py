@@ -446,8 +446,9 @@ def test_a_runner_whose_program_is_not_there_is_refused_before_it_leases(command
 
 
 def test_what_is_played_when_a_runner_is_asked_to_stop_may_end_within_its_patience(
-    played: Played, tmp_path: Path
+    counter: Counter, tmp_path: Path
 ) -> None:
+    played = Played(counter, reward="verifier")
     (tmp_path / "slow.py").write_text(GUESS.replace("print(", "import time; time.sleep(3); print("))
     stop = threading.Event()
     with Client(played.counter.url, KEY) as client:
