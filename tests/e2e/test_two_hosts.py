@@ -148,24 +148,24 @@ def test_a_job_over_two_hosts_outlives_a_minute_without_the_cable_and_loses_noth
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     places = (f"http://{HEAD}:8080", SHARED["SPO_REDIS_URL"], str(tmp_path / "state" / "experience"))
     program = str(ROOT / "tests" / "e2e" / "job_of_two_hosts.py")
-    driver = roles.run(hosts[0], sys.executable, program, str(tmp_path / "spec.json"), *places)
-    assert driver.stdout is not None
     seen: list[dict[str, Any]] = []
     pulled_at = restored_at = 0.0
     began = time.monotonic()
-    try:
-        for line in driver.stdout:
-            seen.append(json.loads(line))
-            assert time.monotonic() < began + LIMIT_SECONDS, seen[-5:]
-            if seen[-1].get("step", 0) >= PULLED_AT and not pulled_at:
-                pulled_at = time.monotonic()
-                hosts[1].plug(out=True)
-                time.sleep(CABLE_SECONDS)
-                hosts[1].plug(out=False)
-                restored_at = time.monotonic()
-        assert driver.wait(60) == 0, seen[-5:]
-    finally:
-        driver.kill()
+    with roles.run(hosts[0], sys.executable, program, str(tmp_path / "spec.json"), *places) as driver:
+        assert driver.stdout is not None
+        try:
+            for line in driver.stdout:
+                seen.append(json.loads(line))
+                assert time.monotonic() < began + LIMIT_SECONDS, seen[-5:]
+                if seen[-1].get("step", 0) >= PULLED_AT and not pulled_at:
+                    pulled_at = time.monotonic()
+                    hosts[1].plug(out=True)
+                    time.sleep(CABLE_SECONDS)
+                    hosts[1].plug(out=False)
+                    restored_at = time.monotonic()
+            assert driver.wait(60) == 0, seen[-5:]
+        finally:
+            driver.kill()
 
     (ended,) = [line for line in seen if "state" in line]
     assert ended["state"] == "succeeded", ended["failure"]
