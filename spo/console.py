@@ -26,6 +26,8 @@ NARROWEST_COLUMN = 20
 # What a column's name does not say to people who are new here.
 HEADINGS = {"reward": "reward (0: solved)"}
 
+# As the API writes times; people read them to the second.
+_MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(?:\.\d+)?Z")
 # Rows beside the first that has a fault are named, so many.
 SHOWN_PLACES = 5
 _ROW = re.compile(r"\b(?:line|row) \d+\b")
@@ -213,5 +215,7 @@ def _cell(value: object) -> str:
             return f"{value:.0f}" if 1000 <= abs(value) < 1_000_000 else f"{value:.3g}"
         case list():
             return ", ".join(str(member) for member in value)
+        case str() if moment := _MOMENT.fullmatch(value):
+            return f"{moment[1]} {moment[2]}"
         case _:
             return str(value)

@@ -323,7 +323,7 @@ class ProblemCounts:
 
 @dataclass(frozen=True)
 class PassAtKEstimate:
-    """Mean over problems with a bootstrap interval [low, high]."""
+    """Mean over problems with its interval [low, high]."""
 
     mean: float
     low: float
@@ -345,16 +345,26 @@ def mean_pass_at_k(
 ) -> PassAtKEstimate:
     """pass@k averaged over problems, with a percentile bootstrap over problems (the problems are the sample).
 
+    Problems that all have one score, say all solved, cannot be resampled into anything else: then it is the Jeffreys
+    interval of that share among as many problems solved or not; what lies between 0 and 1 varies no more than these.
     Equal inputs and seed give equal intervals. Raises InvalidInput without problems, or as `pass_at_k`.
     """
     if not problems:
         raise InvalidInput("pass@k needs at least one problem")
     score_P = np.array([pass_at_k(problem.samples, problem.correct, k) for problem in problems])
+    if np.ptp(score_P) == 0:
+        return _of_one_score(float(score_P[0]), len(score_P), level)
     rng = np.random.default_rng(seed)
     # One resample at a time: thousands of problems by thousands of resamples need not lie in memory together.
     means = [score_P[rng.integers(len(score_P), size=len(score_P))].mean() for _ in range(resamples)]
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return PassAtKEstimate(mean=float(score_P.mean()), low=float(low), high=float(high))
+
+
+def _of_one_score(share: float, problems: int, level: float) -> PassAtKEstimate:
+    tail = (1 - level) / 2
+    low, high = beta_quantiles(problems * share + 0.5, problems * (1 - share) + 0.5, [tail, 1 - tail])
+    return PassAtKEstimate(mean=share, low=float(min(low, share)), high=float(max(high, share)))
 
 
 def distinct_correct(programs: Sequence[str], correct: Sequence[bool]) -> int:

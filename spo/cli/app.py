@@ -226,12 +226,14 @@ def up(
 
 @app.command()
 def down(
-    name: Annotated[str | None, typer.Option("--name", help="Which one; default: all on this machine.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Which one; default: the only one that runs.")] = None,
+    *,
+    every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
 ) -> None:
     """Stop what `spo up` or `spo demo` started."""
     from spo.local.launcher import stop_platforms
 
-    stop_platforms(name)
+    stop_platforms(name, every=every)
 
 
 @app.command()

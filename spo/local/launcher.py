@@ -36,7 +36,7 @@ from rich.table import Table
 
 from spo import redis_keys
 from spo.console import console
-from spo.errors import Conflict, NotFound, NotReady, PreconditionFailed
+from spo.errors import Conflict, InvalidInput, NotFound, NotReady, PreconditionFailed
 from spo.local.judge_client import Child, ChildStatus, PlatformState, read_state, running_platforms, write_state
 from spo.local.warm_parent import WarmParent
 from spo.messaging.redis_client import connect, open_client
@@ -700,12 +700,19 @@ def wait_with_table(platform: LocalPlatform) -> None:
         console.print()
 
 
-def stop_platforms(name: str | None) -> None:
-    """Stop the platforms of this machine, or one of them, and wait until they are gone. Raises NotFound, NotReady."""
+def stop_platforms(name: str | None, *, every: bool = False) -> None:
+    """Stop the platform of this name, the only one, or every one, and wait until they are gone.
+
+    Raises NotFound, NotReady, and InvalidInput (code "which_platform") where several run and none is named.
+    """
     running = running_platforms(LauncherSettings().runs_path)
     chosen = [state for state in running if name is None or state["name"] == name]
     if not chosen:
         raise NotFound(f"no platform {f'{name!r} ' if name else ''}runs here", code="platform_not_found")
+    if len(chosen) > 1 and not every:
+        # They may be other people's.
+        names = ", ".join(sorted(state["name"] for state in chosen))
+        raise InvalidInput(f"{len(chosen)} platforms run here: {names}", code="which_platform")
     for state in chosen:
         launcher = psutil.Process(state["pid"])
         launcher.terminate()

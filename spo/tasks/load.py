@@ -324,13 +324,14 @@ def split_problems(spec: TasksSpec, read: Reader, read_evaluation: Reader, *, ar
             training = index.without_copies(training, copies)
         train = _choose(training, spec.most_train_problems, spec.seed)
     if len(evaluation) < spec.evaluation_problems or not train:
+        whose = "asked to hold out" if "evaluation_problems" in spec.model_fields_set else "by default to hold out"
         raise InvalidInput(
             "too few problems",
             code="too_few_problems",
             violations=(
                 FieldViolation(
                     "/tasks/evaluation_problems",
-                    f"asked to hold out {spec.evaluation_problems}, which leaves {len(train)} of "
+                    f"{whose} {spec.evaluation_problems}, which leaves {len(train)} of "
                     f"{len(evaluation) + len(train)} problems for training",
                 ),
             ),

@@ -56,6 +56,17 @@ def test_the_interval_is_about_as_wide_as_the_standard_error_says() -> None:
     assert estimate.high - estimate.low == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.parametrize(("correct", "edge"), [(0, 0), (20, 1)])
+def test_a_few_problems_that_all_fare_alike_leave_an_interval(correct: int, edge: int) -> None:
+    few, many = (mean_pass_at_k([ProblemCounts(20, correct)] * count, 1, seed=0) for count in (3, 300))
+
+    assert edge in (few.low, few.high)
+    assert few.mean == many.mean == edge
+    # Three in three say little: by Clopper and Pearson the success rate may be 0.29, by Jeffreys' prior 0.47.
+    assert 0.4 < few.high - few.low < 0.6
+    assert 0 < many.high - many.low < 0.01
+
+
 def test_no_problems_have_no_pass_at_k() -> None:
     with pytest.raises(InvalidInput):
         mean_pass_at_k([], 1, seed=0)

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import typer
 import yaml
@@ -71,6 +72,24 @@ def test_stopping_nothing_says_so(tmp_path: Path) -> None:
     failed = spo("down", folder=tmp_path)
     assert failed.returncode == 4
     assert "no platform runs here" in failed.stderr
+
+
+def test_of_several_platforms_none_is_stopped_unasked(tmp_path: Path) -> None:
+    started = [subprocess.Popen(["sleep", "250"]) for _ in range(2)]
+    try:
+        for name, process in zip(("mine", "theirs"), started, strict=True):
+            state = {"name": name, "pid": process.pid, "pid_created": psutil.Process(process.pid).create_time()}
+            (tmp_path / "runs" / name).mkdir(parents=True)
+            (tmp_path / "runs" / name / "state.json").write_text(json.dumps(state))
+        refused = spo("down", folder=tmp_path)
+        assert refused.returncode == 3
+        assert "2 platforms run here: mine, theirs" in refused.stderr
+        assert "--all" in refused.stderr
+        assert [process.poll() for process in started] == [None, None]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def test_every_kind_of_error_has_its_stable_exit_code() -> None:

@@ -56,6 +56,16 @@ def test_no_word_of_a_table_is_cut_into_letters(
         assert any(ROWS[0]["run"] in line for line in found), width
 
 
+def test_times_are_to_the_second_and_whole_at_eighty_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"id": "job_01JXXXXXXXXXXXXXXXXXXXXXXX", "state": "running", "created_at": "2026-11-28T19:45:30.081Z"}
+    monkeypatch.setattr(shown, "console", Console(width=80))
+    print_rows([row], ("id", "state", "created_at"), Output.TABLE)
+
+    assert capsys.readouterr().out.splitlines()[1].split(maxsplit=2)[2].strip() == "2026-11-28 19:45:30"
+
+
 def test_who_waits_for_the_checks_of_a_submission_sees_that_they_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
