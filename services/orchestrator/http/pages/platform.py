@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path as PathlibPath
@@ -46,6 +47,7 @@ DatasetId = Annotated[str, PathParameter(pattern=r"^ds_[0-9A-HJKMNP-TV-Z]{26}$")
 reference_router = APIRouter()
 
 # Of a clone, of the image.
+_DOCUMENT = re.compile(r"((tutorials|results|decisions)/)?[a-z0-9_]{1,80}\.md")
 DOCUMENT_FOLDERS = (PathlibPath(__file__).parents[4] / "docs", PathlibPath("/usr/share/spo/docs"))
 METHODS = ("get", "put", "post", "patch", "delete")
 
@@ -287,31 +289,37 @@ def show_documents(request: Request) -> Response:
 
 
 @reference_router.get("/docs/{name:path}")
-def show_document(
-    request: Request, name: Annotated[str, PathParameter(pattern=r"^(tutorials/)?[a-z0-9_]{1,80}\.md$")]
-) -> Response:
-    """One document; markup in it is shown and not obeyed, and links that lead out of the documents are plain text."""
+def show_document(request: Request, name: str) -> Response:
+    """One document; markup in it is shown and not obeyed. Raises NotFound, for an address that none can have too."""
     file = _document_folder() / name
-    if not file.is_file():
+    if not _DOCUMENT.fullmatch(name) or not file.is_file():
         raise NotFound("there is no such document here", code="not_found")
+    # Written by markdown-it, which escapes every other markup.
+    return show(request, "reference/document.html", title=_title(file), body=Markup(document_body(file)))
+
+
+def document_body(file: PathlibPath) -> str:
+    """A document as HTML: links that lead out of the documents are plain text, of pictures there is what they show."""
     parser = MarkdownIt("js-default", {"linkify": False})
     tokens = parser.parse(file.read_text())
     for token in tokens:
-        token.children = [child for child in map(_harmless, token.children or []) if child is not None]
-    body = parser.renderer.render(tokens, parser.options, {})
-    # Written by markdown-it, which escapes every other markup.
-    return show(request, "reference/document.html", title=_title(file), body=Markup(body))
+        token.children = [_harmless(child, file) for child in token.children or []]
+    return str(parser.renderer.render(tokens, parser.options, {}))
 
 
-def _harmless(token: Token) -> Token | None:
-    """The token, pointing nowhere but at other documents here; pictures are left out, as they are not served."""
-    href = str(token.attrGet("href") or "")
+def _harmless(token: Token, file: PathlibPath) -> Token:
+    """The token, pointing nowhere but at other documents here."""
     if token.type == "image":
-        return None
-    if token.type == "link_open" and not (href.startswith("#") or href.partition("#")[0].endswith(".md")):
-        token.attrs = {}
-    if token.type == "link_open" and href.startswith(".."):
-        token.attrs = {}
+        # The page's policy lets no picture in that is not its own, and these are not served.
+        return Token("text", "", 0, content=f"(picture: {token.content})")
+    if token.type == "link_open":
+        target, _, place = str(token.attrGet("href") or "").partition("#")
+        folder = _document_folder().resolve()
+        aimed = (file.parent / target).resolve() if target else file.resolve()
+        name = aimed.relative_to(folder).as_posix() if aimed.is_relative_to(folder) else ""
+        served = _DOCUMENT.fullmatch(name) and aimed.is_file()
+        # From /docs/tutorials too: whole addresses.
+        token.attrs = {"href": f"/docs/{name}{'#' if place else ''}{place}"} if served else {}
     return token
 
 
