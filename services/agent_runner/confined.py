@@ -35,11 +35,22 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION))))
 
 
+def require_landlock() -> None:
+    """Raises OSError where agents would see the runner's key."""
+    if not landlock_version():
+        raise OSError("this kernel offers no Landlock: SPO_AGENT_RUNNER_CONFINED=false where agents may see the key")
+
+
+def words_before(readable: list[str]) -> tuple[str, ...]:
+    """What goes before a command that is to be confined; readable: folders beside the image's own."""
+    # By its path: with -m the agent's folder would be searched for modules first.
+    return sys.executable, __file__, ":".join([sys.prefix, sys.base_prefix, *readable])
+
+
 def confine(folder: str, readable: list[str]) -> None:
     """Confine this process and all that it starts. Raises OSError."""
+    require_landlock()
     version = landlock_version()
-    if not version:
-        raise OSError("this kernel offers no Landlock, so agents cannot be confined")
     rights = _FIRST_RIGHTS
     for since, right in _LATER_RIGHTS.items():
         rights |= right if version >= since else 0

@@ -120,6 +120,8 @@ class EpisodeRunner:
     Raises InvalidInput for a command here whose program or script is not there.
     """
 
+    # Words before each command here, such as a program that confines it.
+    before: tuple[str, ...] = ()
     # What is played when the runner is to stop goes on for so long.
     patience_seconds = 0.0
     # Why no episode can be leased now; "" while the platform answers.
@@ -275,7 +277,7 @@ class EpisodeRunner:
     def begin(self, command: list[str], folder: Path, lease: EpisodeLease) -> Running:
         """Start an agent in its episode's folder."""
         if self.containers is None:
-            return CommandHere(command, folder, environment_of(lease, folder))
+            return CommandHere([*self.before, *command], folder, environment_of(lease, folder))
         return self.containers.start(command, folder, keys_of(lease), lease.session.base_url)
 
     def _attended(self, lease: EpisodeLease, running: Running, stop: threading.Event, until: float) -> tuple[str, str]:

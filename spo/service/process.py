@@ -26,7 +26,7 @@ import redis
 from ulid import ULID
 
 from spo import observability, redis_keys
-from spo.errors import PreconditionFailed, SpoError, Unreachable
+from spo.errors import InvalidInput, PreconditionFailed, SpoError, Unreachable
 from spo.messaging.redis_client import RedisClient, connect, public_address, unfit
 from spo.messaging.streams.recovery import THIS_PROCESS, Outage, asked_to_stop
 from spo.observability import MAX_WAITING, Line, configure_logs, get_logger, waiting
@@ -262,6 +262,11 @@ class ServiceProcess:
         def body() -> None:
             try:
                 worker(self.stop)
+            except (InvalidInput, PreconditionFailed) as error:
+                # What it needs is not so, and it says what: where it was found out says nothing more.
+                log.error("the process ends", reason=error.message, code=error.code)
+                self.failed = True
+                self.stop.set()
             except Exception:
                 # A worker that ends by surprise must end the process: a half-alive service looks healthy and is not.
                 log.exception("worker failed; the process ends so that it is restarted")
