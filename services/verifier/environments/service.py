@@ -69,6 +69,15 @@ return redis.call('GET', KEYS[1])
 
 
 @dataclass(frozen=True)
+class Said:
+    """What a live episode says: text for the policy, or its end with what the whole of it earned (any number)."""
+
+    text: str = ""
+    done: bool = False
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
 class Setup:
     """How an environment is set up for one problem. `seconds`: how long this call may take yet."""
 

@@ -15,13 +15,14 @@ import grpc
 import pytest
 import redis
 
-from services.verifier.environments.foreign.server import JournalledEnvironment, Said, Worth, action_in
+from services.verifier.environments.foreign.server import JournalledEnvironment, Worth, action_in
 from services.verifier.environments.service import (
     TURNS_AT_ONCE,
     Environments,
     EnvironmentService,
     OpenState,
     RemoteEnvironment,
+    Said,
     Setup,
     StateSeal,
 )

@@ -27,6 +27,7 @@ from services.verifier.environments.service import (
     EnvironmentService,
     OpenState,
     Reply,
+    Said,
     Setup,
     State,
 )
@@ -46,15 +47,6 @@ log = get_logger("foreign")
 
 # No program: the environment decides about every episode, and the answer is asked about none.
 _DECIDED = {"expected": ["decided by the environment"]}
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a live episode says: text for the policy, or its end with what the whole of it earned (any number)."""
-
-    text: str = ""
-    done: bool = False
-    reward: float = 0.0
 
 
 class LiveEpisode(Protocol):

@@ -24,8 +24,7 @@ from fastapi.responses import JSONResponse
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 from services.verifier.environments.foreign import policy_harness
-from services.verifier.environments.foreign.server import Said
-from services.verifier.environments.service import Setup, bad_argument
+from services.verifier.environments.service import Said, Setup, bad_argument
 from spo.errors import InternalError, InvalidInput, NotReady
 from spo.observability import get_logger
 
