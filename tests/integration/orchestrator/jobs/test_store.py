@@ -164,6 +164,18 @@ def test_an_ended_job_takes_no_action(context: AppContext, spec: JobSpec) -> Non
         act_on(context.jobs, job_id, CANCEL)
 
 
+def test_an_ended_job_was_last_worked_on_when_it_ended(context: AppContext, spec: JobSpec) -> None:
+    job_id = context.jobs.submit(spec)
+    context.jobs.append(job_id, "progress", {"done": 1})
+    act_on(context.jobs, job_id, CANCEL)
+    ended = context.jobs.events(job_id)[-1]
+
+    context.jobs.append(job_id, "replica", {"action": "serves"})
+
+    assert len(context.jobs.events(job_id)) > ended.seq
+    assert context.jobs.record(job_id).updated_at == ended.at
+
+
 def test_an_unknown_job_is_not_found(context: AppContext) -> None:
     with pytest.raises(NotFound):
         context.jobs.state("job_none")
