@@ -58,6 +58,7 @@ class ServedSampling:
     prompt_logprobs: bool = False  # with so many likely tokens, too
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    ignore_eos: bool = False
     # Parsers of tool calls look for them.
     shows_special_tokens: bool = False
     # What the answer is held to, as vLLM's JSON; "": nothing.
@@ -323,7 +324,8 @@ def _sampling_params(request: SampleRequest) -> SamplingParams:
             logprobs=served.top_logprobs,
             prompt_logprobs=served.top_logprobs if served.prompt_logprobs else None,
             stop=list(request.stop),
-            stop_token_ids=list(request.end_token_ids),
+            ignore_eos=served.ignore_eos,
+            stop_token_ids=[] if served.ignore_eos else list(request.end_token_ids),
             output_kind=kind,
             skip_special_tokens=not served.shows_special_tokens,
             structured_outputs=_grammar(served),

@@ -258,6 +258,7 @@ def _served(assignment: Assignment, request: wire.ServeRequest, prompt: Sequence
         request.echo and request.logprobs,
         request.frequency_penalty,
         request.presence_penalty,
+        request.ignore_eos,
         shows_special_tokens=bool(tools),
         structural_tag=tag,
     )

@@ -267,7 +267,10 @@ class SpecWarning(Document):
 
 
 class JobSummary(Document):
-    """A job in one line; metrics holds the newest of a few: reward, loss, kl_to_reference, entropy, pass@k by name."""
+    """A job in one line; metrics holds the newest of a few, by name.
+
+    They are reward (of the step's rollouts, where it has some), loss, kl_to_reference, entropy and pass@k.
+    """
 
     id: str
     name: str

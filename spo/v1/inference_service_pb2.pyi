@@ -184,6 +184,7 @@ class ServeRequest(_message.Message):
     PATH_TOKENS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     PROMPT_ALONE_FIELD_NUMBER: _builtins.int
+    IGNORE_EOS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     run_id: _builtins.str
     policy_version: _builtins.int
@@ -222,6 +223,8 @@ class ServeRequest(_message.Message):
     """Each sample begins with the prompt's text, and with log-probs with the prompt's tokens."""
     prompt_alone: _builtins.bool
     """With echo: only the prompt; the one token that an engine has to sample is not sent."""
+    ignore_eos: _builtins.bool
+    """Goes on behind the end of a response, up to max_tokens."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -262,10 +265,11 @@ class ServeRequest(_message.Message):
         path_tokens: _builtins.int = ...,
         echo: _builtins.bool = ...,
         prompt_alone: _builtins.bool = ...,
+        ignore_eos: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_schema_json", b"answer_schema_json", "context_token_ids", b"context_token_ids", "context_turns", b"context_turns", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "loaded_version", b"loaded_version", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "one_call", b"one_call", "path_tokens", b"path_tokens", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "prompt_alone", b"prompt_alone", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_schema_json", b"answer_schema_json", "context_token_ids", b"context_token_ids", "context_turns", b"context_turns", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "loaded_version", b"loaded_version", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "messages_json", b"messages_json", "one_call", b"one_call", "path_tokens", b"path_tokens", "policy_version", b"policy_version", "presence_penalty", b"presence_penalty", "prompt_alone", b"prompt_alone", "request_id", b"request_id", "run_id", b"run_id", "samples", b"samples", "seed", b"seed", "stop", b"stop", "stream", b"stream", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -316,6 +316,7 @@ class EpisodeCompletion(ServedCompletion):
         session = self.session
         wanted.temperature, wanted.top_p = session.temperature, session.top_p
         wanted.frequency_penalty = wanted.presence_penalty = 0.0
+        wanted.ignore_eos = False
         counts = self.context.agent_sessions.counts(session)
         number = int(counts["calls"])
         wanted.seed = (session.seed + 1_000_003 * number) % 2**62

@@ -272,6 +272,8 @@ def _summary(job_id: str, record: JobRecord, state: JobState, newest: list[tuple
 def _metrics(record: JobRecord, newest: list[tuple[bytes, float]]) -> dict[str, float]:
     """What a list shows of a job's curves; what is not finite is left out, as JSON has no such number."""
     scalars = json.loads(newest[0][0]) if newest else {}
+    # A batch also holds what is remembered and what people wrote: how the policy fares its own rollouts say.
+    scalars["reward"] = scalars.get("reward/online", scalars.get("reward"))
     shown = {name: float(scalars[name]) for name in LISTED_METRICS if scalars.get(name) is not None}
     return {name: value for name, value in (shown | record.scores).items() if math.isfinite(value)}
 

@@ -245,10 +245,10 @@ def asks_for_capture(principal: Principal, headers: Mapping[str, str], body: Cha
         if said == "true" or body.store:
             raise refused("/store", "chats with tools are not captured")
         return False
-    if isinstance(body, PlainRequest) and body.echo:
-        # What is kept would have the prompt twice.
+    if body.ignore_eos or (isinstance(body, PlainRequest) and body.echo):
+        # What is kept would be no response, or have the prompt twice.
         if said == "true" or body.store:
-            raise refused("/store", "completions with echo are not captured")
+            raise refused("/store", "completions with echo or ignore_eos are not captured")
         return False
     return said == "true" if said else body.store or by_key
 

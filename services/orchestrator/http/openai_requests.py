@@ -144,7 +144,6 @@ class NoOps(OpenAiPart):
     """Fields that clients send with the value that changes nothing, or that is a hint; with another it is refused."""
 
     logit_bias: dict[str, float] = Field(default={}, max_length=0)
-    ignore_eos: Literal[False] = False
     min_p: float = Field(default=0.0, ge=0, le=0)
     min_tokens: Literal[0] = 0
     repetition_penalty: float = Field(default=1.0, ge=1, le=1)
@@ -167,6 +166,7 @@ class OpenAiRequest(NoOps):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
+    ignore_eos: bool = Field(default=False, description="vLLM's: go on behind the end, up to max_tokens.")
     user: str = Field(default="", max_length=200)
     store: bool = Field(default=False, description="Capture this completion as experience.")
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
@@ -185,6 +185,8 @@ class OpenAiRequest(NoOps):
             raise refused("/stop", "at most 4 stop sequences")
         if 0 < self.temperature < LOWEST_TEMPERATURE:
             raise refused("/temperature", f"0, or at least {LOWEST_TEMPERATURE:g}")
+        if self.ignore_eos and not self.most_tokens:
+            raise refused("/ignore_eos", "goes on up to max_tokens, which is missing")
         if self.most_tokens * self.n > MOST_TOKENS_IN_ALL:
             raise refused("/max_tokens", f"times n it is more than {MOST_TOKENS_IN_ALL}")
         return ServeRequest(
@@ -199,6 +201,7 @@ class OpenAiRequest(NoOps):
             stream=self.stream,
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
+            ignore_eos=self.ignore_eos,
         )
 
 

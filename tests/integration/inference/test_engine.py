@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 from vllm.model_executor.model_loader import weight_utils
 
-from services.inference.engine import Engine, EngineSpec, Sample, SampleRequest
+from services.inference.engine import Engine, EngineSpec, Sample, SampledPart, SampleRequest, ServedSampling
 from services.inference.engine_thread import EngineDeaths, EngineThread, SampleGroup
 from services.inference.episodes import MAX_SAMPLES, sample_requests
 from services.inference.settings import Settings
@@ -115,6 +115,24 @@ def test_greedy_output_equals_transformers_after_a_live_weight_update(served: Se
     assert again.token_ids == before.token_ids
     assert before.token_ids != after.token_ids
     assert (before.version_first, after.version_first, after.version_last) == (0, 1, 1)
+
+
+def test_what_ends_a_response_is_passed_by_where_a_count_of_tokens_is_asked_for(served: Served) -> None:
+    whole = served.sample(greedy_request())[0].token_ids
+    # One that does not stand before.
+    place = next(place for place, token in enumerate(whole) if place > 3 and token not in whole[:place])
+    ending = replace(greedy_request(), end_token_ids=(whole[place],))
+
+    def shown(**how: bool) -> tuple[int, ...]:
+        parts: list[SampledPart] = []
+        group = SampleGroup(RUN, [replace(ending, served=ServedSampling(**how))], None)
+        group.on_part = lambda number, part: parts.append(part)
+        served.thread.submit(group)
+        wait_until(lambda: bool(parts and parts[-1].finish_reason), "the end of it", WAIT_SECONDS)
+        return tuple(token for part in parts for token in part.token_ids)
+
+    assert shown() == served.sample(ending)[0].token_ids == whole[: place + 1]
+    assert shown(ignore_eos=True) == whole
 
 
 def test_the_comparison_with_transformers_would_have_caught_a_stale_prefix_cache(

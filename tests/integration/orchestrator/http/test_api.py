@@ -71,6 +71,16 @@ def test_a_trained_job_is_at_its_last_step_also_where_redis_lost_the_last_rows(
     assert [entry["step"] for entry in api.get("/v1/jobs").json()["items"]] == [120]
 
 
+def test_a_list_shows_the_reward_of_rollouts_where_a_batch_holds_more_than_these(
+    context: AppContext, api: httpx.Client, document: Document
+) -> None:
+    job_id = submit(api, document).json()["id"]
+    for step, row in ((1, {"reward": -0.5}), (2, {"reward": -0.4, "reward/online": -0.9})):
+        context.redis.zadd(f"spo:{job_id}:orchestrator:metrics", {json.dumps({"step": step, **row}): step})
+        (listed,) = [entry["metrics"] for entry in api.get("/v1/jobs").json()["items"]]
+        assert listed == {"reward": row.get("reward/online", row["reward"])}
+
+
 def patiently(api: httpx.Client, document: Document) -> httpx.Response:
     """The answer to a submission, asked again while the models of others are tried."""
     while True:

@@ -117,7 +117,6 @@ OBEYED_BY_NOBODY: dict[str, object] = {
     "functions": [{"name": "f"}],
     "top_k": 5,
     "repetition_penalty": 1.1,
-    "ignore_eos": True,
     "reasoning_effort": "high",
     "tool_choice": "required",
     "response_format": {"type": "json_schema"},
@@ -169,6 +168,14 @@ def test_with_echo_a_prompt_comes_before_the_answer_and_its_first_token_has_no_l
     assert (asked.prompt_alone, asked.max_tokens) == (False, 5)
     for wrong, param in (({"echo": False}, "max_tokens"), ({"store": True}, "store")):
         refused = counter.ask("POST", "/v1/completions", json=body | wrong)
+        assert (error(refused)[0], refused.json()["error"]["param"]) == (400, param)
+
+
+def test_a_count_of_tokens_is_kept_to_behind_the_end_where_it_is_asked_for(counter: Counter) -> None:
+    assert counter.chat("x", ignore_eos=True, max_tokens=5).status_code == 200
+    assert (counter.peers.inference.asked.ignore_eos, counter.peers.inference.asked.max_tokens) == (True, 5)
+    for wrong, param in (({"max_tokens": None}, "ignore_eos"), ({"max_tokens": 5, "store": True}, "store")):
+        refused = counter.chat("x", ignore_eos=True, **wrong)
         assert (error(refused)[0], refused.json()["error"]["param"]) == (400, param)
 
 
