@@ -118,7 +118,6 @@ local function now_ms()
 end
 """
 
-_ENDED = f",{','.join(sorted(TERMINAL))},"
 # KEYS: 1 state, 2 events, 3 record, 4 lease, 5 key of the guard, 6 leader.  (Keys of the writes travel inside them: one
 # server, no cluster slots.)
 # ARGV: 1 job id, 2 states expected (comma separated, '' any, 'absent' none), 3 new state or '', 4 trainer or '',
@@ -176,10 +175,8 @@ if ARGV[8] ~= '' then
   local before = state == 'absent' and '' or state
   redis.call('XADD', KEYS[2], seq .. '-0', 'at', ARGV[11], 'actor', ARGV[10], 'kind', ARGV[8], 'body', ARGV[9],
     'from', ARGV[3] ~= '' and before or '', 'to', ARGV[3])
-  -- Of an ended job when it ended: replicas that serve it and names that it is given are no work on it.
-  if ARGV[3] ~= '' or not string.find('{_ENDED}', ',' .. state .. ',', 1, true) then
-    redis.call('HSET', KEYS[3], 'updated_at', ARGV[11])
-  end
+  local ended = string.find(',{",".join(sorted(TERMINAL))},', ',' .. state .. ',', 1, true) -- served or renamed since
+  if ARGV[3] ~= '' or not ended then redis.call('HSET', KEYS[3], 'updated_at', ARGV[11]) end
 end
 return {{'done', seq, state, ''}}
 """

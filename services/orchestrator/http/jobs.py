@@ -50,7 +50,7 @@ from spo.spec.section import TERMINAL, JobState
 RECENT_STEPS = 20
 
 # Of the newest step, beside pass@k of the newest evaluation.
-LISTED_METRICS = ("reward", "loss", "kl_to_reference", "entropy")
+LISTED_METRICS = ("reward", "reward/online", "loss", "kl_to_reference", "entropy")  # rollouts' where there are some
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 # Not below /v1/jobs, where it would be the id of a job to other methods.
@@ -272,9 +272,7 @@ def _summary(job_id: str, record: JobRecord, state: JobState, newest: list[tuple
 def _metrics(record: JobRecord, newest: list[tuple[bytes, float]]) -> dict[str, float]:
     """What a list shows of a job's curves; what is not finite is left out, as JSON has no such number."""
     scalars = json.loads(newest[0][0]) if newest else {}
-    # A batch also holds what is remembered and what people wrote: how the policy fares its own rollouts say.
-    scalars["reward"] = scalars.get("reward/online", scalars.get("reward"))
-    shown = {name: float(scalars[name]) for name in LISTED_METRICS if scalars.get(name) is not None}
+    shown = {name.partition("/")[0]: float(scalars[name]) for name in LISTED_METRICS if scalars.get(name) is not None}
     return {name: value for name, value in (shown | record.scores).items() if math.isfinite(value)}
 
 

@@ -141,7 +141,8 @@ def test_an_agent_in_a_container_reaches_its_session_and_nothing_else(
         "keys": ["ANTHROPIC_API_KEY", "OPENAI_API_KEY", "SPO_MODEL", "SPO_PROBLEM"],
         "statement": "guess",
     }
-    assert (done.state, hungry.state, hungry.attempt) == ("done", "waiting", 1)
+    # It ended before its first call, and no agent of its runner has called yet: no attempt of its episode is used up.
+    assert (done.state, hungry.state, hungry.attempt) == ("done", "waiting", 0)
     assert left(engine) == []
     containers.close()
 
