@@ -44,7 +44,7 @@ def test_a_run_is_stored_in_a_bucket_and_the_next_one_begins_from_it(buffer: Rep
 
     files = store.files()
     assert [file.rows for file in files] == [16, 16, 8]
-    folder = f"{bucket_url.removeprefix('s3://')}/some/folder/task_set=toy/reference=none/run=job_TEST/"
+    folder = f"{bucket_url.removeprefix('s3://')}/some/folder/task_set=toy/reference=pi0/run=job_TEST/"
     assert all(file.path.startswith(folder) for file in files)
     (listed,) = stored_experience.runs(buffer.client, store, stored_experience.Scope(None))
     assert (listed.run, listed.trajectories, listed.files, listed.complete) == (RUN, 40, 3, False)
