@@ -22,7 +22,7 @@ import pytest
 from spo.local.launcher import server_command
 from tests.conftest import require
 from tests.e2e.conftest import ROOT, SHORT, demo_spec
-from tests.support.two_hosts import HEAD, INTERFACE, OTHER, Host, two_hosts
+from tests.support.two_hosts import HEAD, INTERFACE, OTHER, Host, two_hosts_or_skip
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(2400)]
 
@@ -113,12 +113,7 @@ class Roles:
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
-    with contextlib.ExitStack() as held:
-        try:
-            made = held.enter_context(two_hosts())
-        except (OSError, subprocess.CalledProcessError) as error:
-            said = getattr(error, "stderr", None) or error
-            pytest.skip(f"NOT TESTED, two hosts and a pulled cable: no networks of its own here: {said}")
+    with two_hosts_or_skip("two hosts and a pulled cable") as made:
         yield made
 
 

@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import pytest
+
 from tests.conftest import require
 
 # The addresses of docs/two_machines.md.
@@ -74,6 +76,18 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         switch.run(require("ip"), "link", "add", BRIDGE, "up", "type", "bridge")
         head, other = (Host(address, held.enter_context(_holder())).join(switch) for address in (HEAD, OTHER))
         yield head, other
+
+
+@contextlib.contextmanager
+def two_hosts_or_skip(what: str) -> Iterator[tuple[Host, Host]]:
+    """As `two_hosts`; where none can be made the test is skipped, and says what is not tested."""
+    with contextlib.ExitStack() as held:
+        try:
+            made = held.enter_context(two_hosts())
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", None) or error
+            pytest.skip(f"NOT TESTED, {what}: no networks of its own here: {said}")
+        yield made
 
 
 @contextlib.contextmanager

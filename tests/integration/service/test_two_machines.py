@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from spo.local.launcher import server_command
-from tests.support.two_hosts import HEAD, OTHER, Host, two_hosts
+from tests.support.two_hosts import HEAD, OTHER, Host, two_hosts_or_skip
 
 PAGE = Path(__file__).parents[3] / "docs" / "two_machines.md"
 LIMIT_SECONDS = 90
@@ -44,12 +43,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
-    with contextlib.ExitStack() as held:
-        try:
-            made = held.enter_context(two_hosts())
-        except (OSError, subprocess.CalledProcessError) as error:
-            said = getattr(error, "stderr", None) or error
-            pytest.skip(f"NOT TESTED, docs/two_machines.md: no networks of its own here: {said}")
+    with two_hosts_or_skip("docs/two_machines.md") as made:
         yield made
 
 
