@@ -15,7 +15,8 @@ import sys
 
 # System calls, the same on every machine; rights by the version of Landlock that brought them (linux/landlock.h).
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES, _DROP_CAPABILITY = 1, 1, 38, 24
+_VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
+_HAS_CAPABILITY, _DROP_CAPABILITY = 23, 24
 _CAPABILITIES = 64
 _FIRST_RIGHTS = (1 << 13) - 1
 _LATER_RIGHTS = {2: 1 << 13, 3: 1 << 14, 5: 1 << 15}
@@ -70,6 +71,8 @@ def confine(folder: str, readable: list[str]) -> None:
     # Of a runner that is root: with CAP_PERFMON the environment of every process can be read, whatever Landlock says.
     for capability in range(_CAPABILITIES):
         _libc.prctl(_DROP_CAPABILITY, capability, 0, 0, 0)
+        if os.geteuid() == 0 and _libc.prctl(_HAS_CAPABILITY, capability, 0, 0, 0) == 1:
+            raise OSError(f"capability {capability} cannot be dropped: run the runner as another user than root")
     if _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
     _asked(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0))

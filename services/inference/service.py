@@ -316,7 +316,7 @@ def _requests(
             max_tokens=request.max_tokens or room,
             seed=(request.seed + index) % MOST_SEED,
             # A chat ends where the job's responses do; a bare prompt goes on as it is told to.
-            stop=(*request.stop, *(chat.stop if request.messages_json else ())),
+            stop=(*request.stop, *(chat.stop if request.messages_json and not request.ignore_eos else ())),
             end_token_ids=end_token_ids(assignment),
             served=served,
         )

@@ -45,6 +45,7 @@ MOST_OPEN_GROUPS = 64
 MOST_ATTEMPTS = 3
 RECLAIM_SECONDS = 30.0
 CONSUMER = "agents"
+MOST_POOLS_ASKED = 256
 DEFAULT_POOL = str(HarnessSpec.model_fields["runner_pool"].default)
 
 EpisodeState = Literal["waiting", "leased", "done", "lost"]
@@ -189,7 +190,8 @@ class AgentEpisodes:
 
     def open_by_pool(self) -> dict[str, int]:
         """By pool of runners the episodes that wait or are played; 0 for one that had some, or whose runners asked."""
-        found = dict.fromkeys((*self._asked_at, *self._pools), 0)
+        # Runners name pools as they like, and each is a series of the metric.
+        found = dict.fromkeys((*self._pools, *list(self._asked_at)[:MOST_POOLS_ASKED]), 0)
         for job_id in list(self._open):
             try:
                 harness = self._harness(job_id)
@@ -199,7 +201,7 @@ class AgentEpisodes:
                 groups = list(self._open.get(job_id, {}).values())
                 waiting = sum(not each.is_over for group in groups for each in group.episodes)
                 found[harness.runner_pool] = found.get(harness.runner_pool, 0) + waiting
-        self._pools.update(found)
+                self._pools.add(harness.runner_pool)
         return found
 
     def _harness(self, job_id: str) -> HarnessSpec | None:

@@ -317,6 +317,8 @@ def episodes_of_agents_are_learned_from(spec: JobSpec) -> Iterator[Violation]:
         yield "tasks/evaluation_problems", "evaluations sample single responses: 0 with tasks.harness"
     if spec.tasks.harness.branches == "all" and any(term.needs("critic") for term in spec.algorithm.losses):
         yield "algorithm/losses", "a critic's returns run along one path: with ppo tasks.harness.branches is main"
+    if spec.trainer.reference == "sampler":
+        yield "trainer/reference", "agents may ask for answers under a grammar: those log-probs are not pi0's"
     yield from _faults_of_branches(spec, spec.tasks.harness)
 
 

@@ -313,6 +313,7 @@ def test_pools_rooms_and_rewards_are_the_jobs(played: Played) -> None:
         ({"value": {}}, "/value"),
         ({"tasks": {**PLAYED["tasks"], "evaluation_problems": 3}}, "/tasks/evaluation_problems"),
         ({"tasks": {**PLAYED["tasks"], "environment": {"name": "python"}}}, "/tasks/harness"),
+        ({"trainer": {**PLAYED.get("trainer", {}), "reference": "sampler"}}, "/trainer/reference"),
         ({"replay": {"mix": [{"source": "online", "share": 0.5}, {"source": "human", "share": 0.5}]}}, "/replay/mix"),
         (
             {"algorithm": {"losses": [{"objective": "ppo"}], "critic": {"learning_rate": 1e-3}}},
