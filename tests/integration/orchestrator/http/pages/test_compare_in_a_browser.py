@@ -37,7 +37,7 @@ def test_chosen_runs_are_compared_renamed_and_deleted(
 ) -> None:
     page.goto("/")
     assert {"reward", "KL"} <= set(page.locator("#jobs thead th").all_text_contents())
-    assert "-0.5" in page.locator("#jobs tbody tr", has_text="browsed").inner_text()
+    assert "-0.4" in page.locator("#jobs tbody tr", has_text="browsed").inner_text()
     for box in (job_id, other):
         page.locator(f"#chosen-{box}").check()
     with page.expect_response(lambda reply: reply.request.headers.get("hx-request") == "true"):
