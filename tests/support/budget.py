@@ -45,6 +45,7 @@ SLOW_FILE_SECONDS = 20
 PROPERTY = "cpu_seconds"
 # Shorter tests are not worth a look through all processes.
 SCANNED_AFTER_SECONDS = 0.5
+DAY_SECONDS = 86_400
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -53,7 +54,7 @@ def sampled(rows: Sequence[Row], count: int, files: Callable[[Row], Iterable[str
 
     Where more changed than that, up to twice as many, of the day's choice too: a change to everything must not make a
     run of everything. All rows with SPO_TEST_ALL=1. SPO_TEST_DAY=2026-11-25 repeats a day, SPO_TEST_SINCE=<commit>
-    counts as changed what is not as it was in that commit; without it, in the one before the last.
+    counts as changed what is not as it was in that commit; without it, in the newest that is a day older than the last.
     """
     if ALL in os.environ:
         return list(rows)
@@ -113,12 +114,20 @@ def has_changed(path: str) -> bool:
 @cache
 def changed_files() -> frozenset[str]:
     """Paths of the work tree that are not as they were in SPO_TEST_SINCE; none outside a repository."""
-    found: set[str] = set()
-    since = os.environ.get(SINCE, "HEAD~1")
-    for command in (["diff", "--name-only", since], ["ls-files", "--others", "--exclude-standard"]):
-        ran = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-        found |= set(ran.stdout.splitlines())
-    return frozenset(found)
+    since = os.environ.get(SINCE) or _a_day_before_the_last() or "HEAD~1"
+    return frozenset([*_git("diff", "--name-only", since), *_git("ls-files", "--others", "--exclude-standard")])
+
+
+def _a_day_before_the_last() -> str:
+    """The newest commit that is a day older than the last: what lands together is often many commits. "" if none is."""
+    (last,) = _git("log", "-1", "--format=%ct") or ["0"]
+    return next(iter(_git("rev-list", "-1", f"--before={int(last) - DAY_SECONDS}", "HEAD")), "")
+
+
+def _git(*arguments: str) -> list[str]:
+    """The lines that git prints; none where it fails."""
+    ran = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return ran.stdout.splitlines()
 
 
 def seconds_of(who: int) -> float:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import budget, of_a_day
 from tests.support.budget import ALL, COSTS, DAY, Costs, costliest_first, sampled
-from tests.support.of_a_day import LONG, PLATFORMS
+from tests.support.of_a_day import FILES, LONG, PLATFORMS
 
 ROOT = Path(__file__).parents[3]
 ROWS = [f"row {number}" for number in range(20)]
@@ -177,7 +177,7 @@ def test_a_run_says_which_tests_wait_and_how_long_each_worker_was_at_it(
 
 
 def test_what_a_day_chooses_from_is_there() -> None:
-    tables = {**PLATFORMS, **LONG}
+    tables = {**PLATFORMS, **LONG, **FILES}
     sources = {path for paths in tables.values() for path in paths}
     lost = [
         name
@@ -188,7 +188,7 @@ def test_what_a_day_chooses_from_is_there() -> None:
 
     assert [
         path
-        for path in {*PLATFORMS, *sources, *(name.partition("::")[0] for name in LONG)}
+        for path in {*PLATFORMS, *FILES, *sources, *(name.partition("::")[0] for name in LONG)}
         if not (ROOT / path).exists()
     ] == []
     assert lost == []
