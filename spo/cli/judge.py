@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
 from spo.errors import FieldViolation, InvalidInput, NotFound, SpoError
-from spo.local.judge_client import AUTO, JudgeClient, running_platforms
+from spo.local.judge_client import AUTO, JudgeClient, running_verifier
 from spo.rpc.client import RpcClient, show_token
 from spo.service.settings import PlatformSettings
 from spo.spec.section import wire_name
@@ -468,10 +468,6 @@ def _score(client: RpcClient, test_set: TestSet, rows: list[dict[str, Any]], job
 
 
 def _running() -> str:
-    if named := os.environ.get("SPO_VERIFIER_ADDRESS"):
-        return named
-    for state in running_platforms(Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs"))):
-        for service in state["services"]:
-            if service["name"] == VERIFIER:
-                return str(service["address"])
+    if address := running_verifier(Path(os.environ.get("SPO_LAUNCHER_RUNS_PATH", "runs"))):
+        return address
     raise NotFound("no platform runs here: `spo up` starts one, --verifier names another's", code="platform_not_found")

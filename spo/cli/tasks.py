@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from spo.cli.jobs import LimitOption, OutputOption, TimeoutOption, api, wait_wit
 from spo.client.models import DatasetView, PromptSuccess, TaskFormat
 from spo.console import ExitCode, Output, console, error_console, print_document, print_rows, while_checked
 from spo.errors import InvalidInput, SpoError
-from spo.local.judge_client import AUTO, JudgeClient
+from spo.local.judge_client import AUTO, JudgeClient, running_verifier
 from spo.model.chat import ChatFormat
 from spo.spec.section import read_spec, violations_of, wire_name
 from spo.spec.tasks import ModelSpec, TasksSpec
@@ -34,7 +35,7 @@ from spo.tasks.load import (
 )
 from spo.tasks.problem import Problem, TaskSets, extract_program, write_response
 from spo.tasks.records import SUFFIXES
-from spo.tasks.verifier import pool_of
+from spo.tasks.verifier import own_judges, pool_of
 from spo.v1 import verdict_pb2 as wire
 
 # A whole response or answer of these is no expected text but a description of it.
@@ -89,6 +90,8 @@ def known_responses(problem: Problem) -> Known:
         arguments = json.loads(kind.scoring_function.arguments_json or "{}")
         tag = arguments.get("tag", "")
         return Known(right, wrong or (f"<{tag}>not it</{tag}>" if tag else "not it"), invented)
+    if kind.HasField("http") or kind.HasField("model"):
+        return Known(right, wrong or "not it", invented)
     if kind.HasField("code_tests"):
         wrong = wrong or _other_function(kind.code_tests.entry_point)
     wrong = wrong or _NO_PROGRAM
@@ -177,19 +180,6 @@ def chosen_problems(tasks: TasksSpec, count: int) -> TaskSets:
     return load_tasks(fewer.model_copy(update={"evaluation_problems": 0}))
 
 
-def what_is_not_read(statements: Sequence[str], count_tokens: Callable[[str], int]) -> str:
-    """A warning where a tokenizer drops most of the words that are asked, "" where it does not."""
-    words = sum(len(statement.split()) for statement in statements)
-    around = count_tokens("")
-    tokens = sum(max(0, count_tokens(statement) - around) for statement in statements)
-    if 2 * tokens >= words:
-        return ""
-    return (
-        f"this model's tokenizer makes {tokens} tokens of {words} words: it drops most of what is asked, so that "
-        "nothing can be learned; take a model that knows these words"
-    )
-
-
 def rendering(folder: Path | None, chat: ChatFormat) -> Callable[[str], str]:
     """What makes the model's prompt of a statement: its chat template, or nothing without a model."""
     if folder is None:
@@ -212,13 +202,23 @@ def prompt_counter(folder: Path) -> tuple[Callable[[str], int], str, bool]:
 
 
 def previews(problems: Sequence[Problem], render: Callable[[str], str], where: str, runs: Path) -> Iterator[Preview]:
-    """Each problem with the verdicts on its known responses; one judge serves them all."""
-    with JudgeClient(_ANY, where, runs) as judge:
+    """Each problem with the verdicts on its known responses; one judge serves them all.
+
+    What a service or a model decides is asked of the verifier of a platform that runs here, by whose rules jobs ask it.
+    """
+    with contextlib.ExitStack() as open_judges:
+        judges: dict[str, JudgeClient] = {}
         for problem in problems:
-            known = known_responses(problem)
-            if pool_of(problem.tests):
-                yield _shown(problem, render, _unasked(known, "right"), _unasked(known, "wrong"))
+            known, pool = known_responses(problem), pool_of(problem.tests)
+            verifier = running_verifier(runs) if pool and not own_judges(problem.tests) else ""
+            if pool and not verifier:
+                yield _shown(problem, render, _unasked(problem, known, "right"), _unasked(problem, known, "wrong"))
                 continue
+            if pool not in judges:
+                # It holds the first problem's tests from the beginning, since each pool takes its own kinds alone.
+                first = problem.tests if pool else _ANY
+                judges[pool] = open_judges.enter_context(JudgeClient(first, verifier or where, runs))
+            judge = judges[pool]
             fault = _use(judge, problem)
             yield _shown(
                 problem,
@@ -241,11 +241,13 @@ def _use(judge: JudgeClient, problem: Problem) -> str:
     return ""
 
 
-def _unasked(known: Known, which: str) -> Decision | None:
+def _unasked(problem: Problem, known: Known, which: str) -> Decision | None:
     response: str | None = getattr(known, which)
     if response is None:
         return None
-    detail = "a service or model decides, which jobs ask through the verifiers"
+    detail = "a service or model decides: `spo up` starts a verifier that this asks"
+    if own_judges(problem.tests):
+        detail = "a policy of the platform decides, which jobs ask through the verifiers"
     return Decision(response, "not asked", detail, None, which in known.invented)
 
 
@@ -256,7 +258,9 @@ def _decided(judge: JudgeClient, problem: Problem, known: Known, fault: str, *, 
         return None
     if fault:
         return Decision(response, "refused", fault, as_expected=False, invented=invented)
-    program = extract_program(response, problem.response_format, problem.language)
+    # A service sees the whole response.
+    whole = bool(pool_of(problem.tests))
+    program = response if whole else extract_program(response, problem.response_format, problem.language)
     try:
         verdict = judge.judge(program.encode(), problem.language, stop_early=True, deadline_seconds=JUDGING_SECONDS)
     except SpoError as error:
@@ -278,11 +282,11 @@ def _is_as_expected(
     """Whether a verdict is the one that the response should get; None where nobody can know.
 
     A verifier that fails decides about nothing, so that is never expected. What people's own function should make of a
-    response that is made up here, only they know.
+    response that is made up here, only they know, as with a service of theirs.
     """
     if outcome == wire.OUTCOME_INTERNAL_ERROR:
         return False
-    if problem.tests.HasField("scoring_function"):
+    if problem.tests.HasField("scoring_function") or pool_of(problem.tests):
         if outcome not in (wire.OUTCOME_ACCEPTED, wire.OUTCOME_WRONG_ANSWER):
             return False
         if invented:

@@ -214,6 +214,14 @@ def running_platforms(runs_path: Path) -> list[PlatformState]:
     return sorted((state for state in states if state), key=lambda state: state["pid_created"], reverse=True)
 
 
+def running_verifier(runs_path: Path) -> str:
+    """Where a verifier answers: SPO_VERIFIER_ADDRESS, else the platform that was started here last; "" for none."""
+    if named := os.environ.get("SPO_VERIFIER_ADDRESS"):
+        return named
+    services = (service for state in running_platforms(runs_path) for service in state["services"])
+    return next((str(service["address"]) for service in services if service["name"] == "verifier"), "")
+
+
 @dataclass
 class EmbeddedJudge:
     """The process of a judge that serves this command only."""

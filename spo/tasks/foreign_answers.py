@@ -338,6 +338,10 @@ def solutions_in(fields: Fields) -> list[str]:
     for name in ("messages", "conversations"):
         turns = _turns_or_none(fields.get(name))
         found += [text for role, text in turns[-1:] if role == "assistant"]
+    # Where verl's own preparation of GSM8K and MATH keeps the whole solution.
+    extra = fields.get("extra_info")
+    kept = [extra.get(name) for name in ("answer", "solution")] if isinstance(extra, Mapping) else []
+    found += [text for text in kept if isinstance(text, str)]
     return [re.sub(r"<<[^<>]*>>", "", text).strip() for text in found if text.strip()]
 
 

@@ -518,11 +518,13 @@ def read_jsonl(path: str | Path) -> Iterator[Problem]:
 def jsonl_problem(record: Record) -> Problem:
     """The problem of a row. Raises InvalidInput naming its place."""
     row = parse_record(ProblemRow, record)
+    # What only a function or service of the job judges is no program, unless the row says how it stands in a response.
+    is_program = bool(row.tests or row.code_tests) or "response_format" in row.model_fields_set
     return Problem(
         statement=row.statement,
         tests=_test_set(row),
         language=ANSWER_LANGUAGE if row.answer else row.language,
-        response_format="raw" if row.answer else row.response_format,
+        response_format="raw" if row.answer or not is_program else row.response_format,
         human_solutions=row.human_solutions,
         wrong_solutions=row.wrong_solutions,
         difficulty=row.difficulty,

@@ -6,21 +6,26 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from typer.testing import CliRunner
 
 from services.verifier.http_scorer import signature_of
 from services.verifier.settings import Settings
-from services.verifier.stage import VerifierScheduler, VerifierWorker
+from services.verifier.stage import VerifierScheduler, VerifierService, VerifierWorker
 from spo import redis_keys
+from spo.cli.app import app
 from spo.errors import InvalidInput, NotReady, SpoError
 from spo.messaging.streams.entries import publish
+from spo.rpc.server import RpcServer
 from spo.testing.peers import wait_until
 from spo.testing.runs import RUN, start_run
 from spo.v1 import verdict_pb2 as wire
 from spo.v1.judge_service_pb2 import PRIORITY_TRAINING
+from spo.v1.judge_service_pb2_grpc import add_JudgeServiceServicer_to_server
 from spo.v1.prompt_pb2 import Prompt, PromptGroup
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from tests.integration.verifier.conftest import Reply, RewardServer, answer
@@ -61,6 +66,40 @@ def test_scores_by_name_are_parts_and_their_mean_passes_or_not(server: RewardSer
     assert (first.score, first.detail, accepted) == (0.75, "well", (True, False))
     assert [(part.name, part.score) for part in first.parts] == [("style", 0.5), ("truth", 1.0)]
     assert second.detail == "score 0.7; 0.75 passes"
+
+
+def test_a_reward_service_is_tried_by_a_preview_before_a_job(
+    server: RewardServer, schedulers: Schedulers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.reply = lambda asked: answer(scores=[float("57" in each) for each in asked["responses"]])
+    door = RpcServer("127.0.0.1", 0)
+    add_JudgeServiceServicer_to_server(VerifierService(schedulers()), door.server)
+    door.start()
+    monkeypatch.setenv("SPO_VERIFIER_ADDRESS", door.address)
+    row = {"statement": "12 + 45?", "arguments": {"unit": "m"}, "human_solutions": ["57 m"], "wrong_solutions": ["58"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    spec = tmp_path / "tasks.yaml"
+    verifier = {"kind": "http", "url": server.url}
+    tasks = {"kind": "jsonl", "path": str(tmp_path / "rows.jsonl"), "evaluation_problems": 0, "verifier": verifier}
+    spec.write_text(json.dumps({"tasks": tasks}))
+
+    tried = CliRunner().invoke(app, ["tasks", "preview", str(spec), "-o", "json"])
+    server.reply = lambda asked: answer(scores=[1.0] * len(asked["responses"]))
+    generous = CliRunner().invoke(app, ["tasks", "preview", str(spec)])
+    server.reply = lambda _: answer(404)
+    absent = CliRunner().invoke(app, ["tasks", "preview", str(spec)])
+    door.stop(1)
+
+    assert tried.exit_code == 0, tried.output
+    (shown,) = json.loads(tried.stdout)
+    assert (shown["right"]["outcome"], shown["wrong"]["outcome"]) == ("accepted", "wrong_answer")
+    sent = json.loads(server.bodies[0])
+    assert sent["responses"] == ["57 m"]
+    assert sent["arguments"]["unit"] == "m"
+    assert generous.exit_code == 1
+    assert "1 of 2 responses were judged otherwise than expected" in generous.output
+    assert absent.exit_code == 1
+    assert "status 404" in absent.output
 
 
 def raw(content: bytes, **headers: str) -> Reply:

@@ -125,6 +125,15 @@ def test_an_answer_can_be_right_and_its_prompt_asks_for_it(name: str, tmp_path: 
     assert (problem.statement != str(row.get("question", row.get("problem", row.get("prompt"))))) or not found.added
 
 
+def test_the_solution_that_verls_preparation_keeps_is_a_human_one(tmp_path: Path) -> None:
+    row = verl("openai/gsm8k", "How much? Answer after ####.", "1050", extra_info={"answer": GSM8K["answer"]})
+    wrong = verl("openai/gsm8k", "How much? Answer after ####.", "7", extra_info={"answer": GSM8K["answer"]})
+    found = read_foreign(written(tmp_path, row, wrong))
+
+    assert found.rows[0]["human_solutions"] == ["12/60 = $0.2.\nSo 50.\n#### 1,050"]
+    assert "human_solutions" not in found.rows[1], "what the rule finds wrong is no solution"
+
+
 def test_every_source_that_verl_scores_by_an_answer_is_taken(tmp_path: Path) -> None:
     rows = [verl(source, "2 + 2?", "4" if "search" not in source else {"target": ["four"]}) for source in VERL_RULES]
     found = read_foreign(written(tmp_path, *rows))

@@ -62,6 +62,14 @@ def test_a_function_is_told_of_the_problem(tmp_path: Path, scored: Path) -> None
     assert json.loads(answered.tests.scoring_function.arguments_json)["expected"] == ["3"]
 
 
+def test_a_response_that_only_a_function_judges_is_no_program(tmp_path: Path, scored: Path) -> None:
+    verifier = {"kind": "python", "path": str(scored)}
+    told = problem_of(tmp_path, TOLD | {"human_solutions": ["drip"], "wrong_solutions": [""]}, verifier)
+    assert (told.human_solutions, told.wrong_solutions) == (("drip",), ("",))
+    fenced = problem_of(tmp_path, TOLD | {"human_solutions": ["1"], "response_format": "fenced"}, verifier)
+    assert fenced.human_solutions == ("```python\n1\n```",)
+
+
 def test_another_verifier_or_another_source_is_another_problem(tmp_path: Path, scored: Path) -> None:
     verifier = {"kind": "python", "path": str(scored)}
     ids = {problem_of(tmp_path, ANSWER, each).problem_id for each in (None, verifier, verifier | {"pass_score": 0.5})}
