@@ -14,10 +14,8 @@ from spo.api.experience import KnownLog
 from spo.cli.jobs import JobId, LimitOption, OutputOption, api
 from spo.client.models import FileFormat, ImportOptions, JsonObject, PruneKeywords, Source
 from spo.console import Output, console, print_document, print_entry, print_rows
-from spo.errors import IntegrityError, InvalidInput
+from spo.errors import InvalidInput
 from spo.spec.section import read_spec
-from spo.weights.model_folders import write_export
-from spo.weights.store import WeightStore
 
 trajectories = typer.Typer(no_args_is_help=True, help="Look at trajectories.")
 weights = typer.Typer(no_args_is_help=True, help="Look at weight versions, announce them again, go back.")
@@ -32,6 +30,7 @@ JobOption = Annotated[str | None, typer.Option("--job", help="The problems are t
 TasksOption = Annotated[
     Path | None, typer.Option("--tasks", help="The problems are those of this YAML or JSON `tasks` section.")
 ]
+MergeOption = Annotated[bool, typer.Option("--merge", help="An adapter: a whole model, the adapter in its weights.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would come of it.")]
 
 continual = typer.Typer(no_args_is_help=True, help="Train from stored experience by a schedule, serve what is better.")
@@ -82,22 +81,26 @@ def download_weights(
     job_id: JobId,
     places: Annotated[list[str], typer.Argument(metavar="[VERSION] FOLDER", help="Default: the newest version.")],
     *,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="An adapter: a whole model, the adapter in its weights.")
-    ] = False,
+    merge: MergeOption = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Download a weight version as a folder that transformers and vLLM load, or peft an adapter; from anywhere."""
     *named, folder = places
     if len(named) > 1 or not all(version.isdecimal() for version in named):
         raise typer.BadParameter("say JOB [VERSION] FOLDER; the version is a number")
+    version = _downloaded(job_id, int(named[0]) if named else None, Path(folder), merge=merge)
+    print_rows([{"folder": folder, "version": version}], ("folder", "version"), output)
+
+
+def _downloaded(job_id: str, version: int | None, folder: Path, *, merge: bool) -> int:
+    """Make the folder of a version, None: the newest; returns which."""
     with api() as client:
         published = [found.version for found in client.weights(job_id)]
-        if not named and not published:
+        if version is None and not published:
             raise InvalidInput(f"{job_id} has published no version", code="unknown_version")
-        version = int(named[0]) if named else published[-1]
-        made = client.download_weights(job_id, version, Path(folder), merge=merge)
-    print_rows([{"folder": str(made), "version": version}], ("folder", "version"), output)
+        chosen = published[-1] if version is None else version
+        client.download_weights(job_id, chosen, folder, merge=merge)
+    return chosen
 
 
 @trajectories.command("values")
@@ -178,7 +181,7 @@ def ask_policy(
     temperature: Annotated[float, typer.Option("--temperature")] = 0.4,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Let a job's policy complete a prompt, while replicas serve the job."""
+    """Let a job's policy complete a prompt; an ended job's too, once a replica that no job needs has loaded it."""
     with api() as client:
         found = client.complete(job_id, prompt, version=version, samples=samples, temperature=temperature)
     if output is Output.TABLE:
@@ -192,28 +195,10 @@ def export_weights(
     out: Annotated[Path, typer.Argument(help="Folder to make; must not be there yet.")],
     *,
     version: Annotated[int | None, typer.Option("--version", min=1, help="Default: the newest.")] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="An adapter: a whole model, the adapter in its weights.")
-    ] = False,
+    merge: MergeOption = False,
 ) -> None:
-    """Write a weight version as a model folder, or as peft's folder where the job trains an adapter (LoRA).
-
-    Reads the weight store and the job's model folder, so both must be reachable from here.
-    """
-    if out.exists():
-        raise InvalidInput(f"{out} is there already; name a folder to make")
-    with api() as client:
-        model = Path(client.get(job_id).spec["model"]["path"])
-        published = client.weights(job_id)
-    chosen = next((found for found in reversed(published) if version in (None, found.version)), None)
-    if chosen is None:
-        known = ", ".join(str(found.version) for found in published) or "none"
-        raise InvalidInput(f"{job_id} has published these versions: {known}", code="unknown_version")
-    stored = WeightStore(chosen.uri.rpartition("/")[0].rpartition("/")[0]).open(job_id, chosen.version)
-    if stored.manifest_digest != chosen.manifest_digest:
-        raise IntegrityError(f"{chosen.uri} is not the version that was published")
-    write_export(model, stored, out, merge=merge)
-    console.print(f"version {chosen.version} of {job_id}, step {chosen.step}: {out}")
+    """`spo weights export`, under the name that it had where the weight store is."""
+    console.print(f"version {_downloaded(job_id, version, out, merge=merge)} of {job_id}: {out}")
 
 
 @experience.command("ls")

@@ -5,10 +5,15 @@ value-estimation.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import secrets
 import shutil
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -47,6 +52,7 @@ from spo.spec.section import TERMINAL, wire_name
 from spo.spec.tasks import RewardSpec
 from spo.tasks.problem import Problem
 from spo.v1 import value_service_pb2 as value
+from spo.v1.inference_service_pb2 import ServedPart, ServeRequest
 from spo.v1.prompt_pb2 import Prompt, PromptGroup, Sampling, Source
 from spo.v1.replay_service_pb2 import (
     GetBatchRequest,
@@ -75,7 +81,7 @@ MAX_TOKENS_IN_ALL = 262_144
 
 
 def weights_as_members(context: AppContext, job_id: str, version: int, *, merge: bool) -> list[TarMember]:
-    """The files of a published version as `spo export` makes them; they take no space once they are closed.
+    """The files of a published version as `spo weights export` makes them; they take no space once they are closed.
 
     Raises NotFound, IntegrityError when it is damaged or not what was published, InvalidInput, ResourceExhausted.
     """
@@ -284,7 +290,10 @@ def list_versions(context: ContextDep, job_id: JobId) -> api.WeightVersions:
 @policies_router.post("/{job_id}/completions")
 @lasting
 def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> api.Completions:
-    """Sample the policy. Answers 503 while no replica serves the job, 412 when they serve another or it has ended."""
+    """Sample the policy. Answers 503 while no replica serves the job, 412 when they serve another.
+
+    An ended job's policy is asked as OpenAI's clients ask it: a replica that no job needs loads it first.
+    """
     spec = context.jobs.spec(job_id)
     seed = secrets.randbits(62) if body.seed is None else body.seed
     longest = min(spec.model.max_response_tokens, MAX_TOKENS_IN_ALL // body.samples)
@@ -308,8 +317,7 @@ def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> api
     except (errors.NotReady, errors.PreconditionFailed):
         if context.jobs.state(job_id) not in TERMINAL:
             raise
-        message = f"job {job_id} has ended, and no replica serves it any more"
-        raise errors.PreconditionFailed(message, code="policy_not_served") from None
+        return asyncio.run(_of_ended_job(context, group))
     return api.Completions(
         items=[
             api.Completion(
@@ -322,6 +330,42 @@ def complete(context: ContextDep, job_id: JobId, body: CompletionRequest) -> api
             for trajectory in trajectories
         ],
         seed=seed,
+    )
+
+
+async def _of_ended_job(context: AppContext, group: PromptGroup) -> api.Completions:
+    """Ask the pool that serves OpenAI's API, which brings a replica to the job. Raises NotServed where none came."""
+    sampling, announced = group.sampling, announced_version(context.jobs, group.run_id)
+    newest = announced.version if announced else 0
+    wanted = ServeRequest(
+        request_id=group.group_id,
+        run_id=group.run_id,
+        policy_version=group.policy_version if group.HasField("policy_version") else newest,
+        messages_json=json.dumps([{"role": "user", "content": group.prompt.text}]),
+        samples=sampling.samples,
+        temperature=sampling.temperature_min,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        logprobs=True,
+    )
+    found: dict[int, list[ServedPart]] = defaultdict(list)
+    async with contextlib.aclosing(context.serving_pool.serve(wanted)) as answer:
+        async for response in answer:
+            for part in response.parts:
+                found[part.index].append(part)
+    return api.Completions(items=[_completion(parts) for _, parts in sorted(found.items())], seed=sampling.seed)
+
+
+def _completion(parts: Sequence[ServedPart]) -> api.Completion:
+    """One sample of its parts, the last of which ends it."""
+    nats = [token.logprob for part in parts for token in part.tokens]
+    return api.Completion(
+        text="".join(part.text for part in parts),
+        tokens=sum(len(part.token_ids) for part in parts),
+        finish_reason=parts[-1].finish_reason,
+        version=parts[-1].version_first,
+        mean_logprob=sum(nats) / max(1, len(nats)),
     )
 
 

@@ -76,11 +76,15 @@ def test_the_command_takes_the_newest_or_the_version_that_is_named(
         command_line.spo("weights", "export", job_id, *places, environment=environment, folder=tmp_path).returncode
         for places in (["newest"], ["1", "named"], ["2", "absent"], ["one", "absent"])
     ]
+    # The name that it had before, with its option.
+    older = ("export", job_id, "older", "--version", "1")
+    codes.append(command_line.spo(*older, environment=environment, folder=tmp_path).returncode)
 
-    assert codes == [0, 0, 4, 2]
-    assert sorted(path.name for path in (tmp_path / "newest").iterdir()) == sorted(
-        path.name for path in (tmp_path / "named").iterdir()
+    assert codes == [0, 0, 4, 2, 0]
+    newest, named, as_before = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("newest", "named", "older")
     )
+    assert newest == named == as_before
     assert not (tmp_path / "absent").exists()
 
 

@@ -34,6 +34,18 @@ def test_a_completion_is_whole_or_in_events(counter: Counter) -> None:
     assert streamed.text.endswith("data: [DONE]\n\n")
 
 
+def test_an_ended_jobs_policy_is_asked_as_a_running_ones_is(counter: Counter) -> None:
+    counter.peers.inference.unready = 100
+    body = {"prompt": "hello", "samples": 2, "seed": 7, "version": 0}
+    found = counter.ask("POST", f"/v1/policies/{counter.job_id}/completions", json=body)
+
+    assert found.status_code == 200, found.text
+    told = found.json()
+    assert told["seed"] == 7
+    assert [(each["text"], each["tokens"], each["version"]) for each in told["items"]] == [("one two three", 3, 0)] * 2
+    assert counter.peers.inference.asked.samples == 2
+
+
 def test_errors_are_openais_on_its_paths_and_problems_elsewhere(counter: Counter) -> None:
     assert error(counter.chat("x", token="wrong")) == (401, "authentication_error", "invalid_api_key")
     assert error(counter.chat("x", model="nobody")) == (404, "not_found_error", "model_not_found")
