@@ -1,6 +1,7 @@
 """Photograph the pages of the web interface that docs/web_page.md shows, with a live job on them, into docs/images.
 
-`make screenshots` runs it. A shortened job of toy/with_people trains while the pictures are taken.
+`make screenshots` runs it; the name of a folder as its argument puts them there. A shortened job of toy/with_people
+trains while the pictures are taken.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ SHORT: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     """Run a job, photograph it from its middle on; exits with what went wrong."""
-    IMAGES.mkdir(parents=True, exist_ok=True)
+    folder = Path(sys.argv[1]).absolute() if len(sys.argv) > 1 else IMAGES
+    folder.mkdir(parents=True, exist_ok=True)
     recipe = read_spec(WITH_PEOPLE)
     document = recipe | {name: {**recipe[name], **changes} for name, changes in SHORT.items()}
     document |= {"name": "the toy contest", "labels": {"recipe": "toy/with_people", "team": "examples"}}
@@ -57,21 +59,21 @@ def main() -> None:
             document["model"] = {**document["model"], "path": str(model)}
             job_id = client.submit(document).id
             _wait(lambda: client.get(job_id).progress.step >= 24, "the job is half done")
-            _photograph(browser.new_page(), job_id)
+            _photograph(browser.new_page(), job_id, folder)
             browser.close()
 
 
-def _photograph(page: Page, job_id: str) -> None:
+def _photograph(page: Page, job_id: str, folder: Path) -> None:
     page.set_default_timeout(120_000)
     job = f"/jobs/{job_id}"
     page.goto(job)
     page.locator("#curve-pass canvas").wait_for()
     page.locator("#curve-loss canvas").wait_for()
     page.locator("#curve-idle canvas").wait_for()
-    _save(page, "job")
+    _save(page, folder / "job.png")
     page.locator("#slow").wait_for()
     page.evaluate("document.getElementById('slow').scrollIntoView(); scrollBy(0, -70)")
-    _save(page, "job-why-slow")
+    _save(page, folder / "job-why-slow.png")
     page.goto(f"{job}/trajectories?source=online")
     page.locator("#trajectories tbody a").first.click()
     page.locator("#curve-q canvas").wait_for()
@@ -79,15 +81,14 @@ def _photograph(page: Page, job_id: str) -> None:
     page.keyboard.press("ArrowRight")
     page.get_by_role("button", name="Judge it again").click()
     page.locator("#tests table").wait_for()
-    _save(page, "trajectory", whole=True)
+    _save(page, folder / "trajectory.png", whole=True)
 
 
-def _save(page: Page, name: str, whole: bool = False) -> None:
+def _save(page: Page, path: Path, *, whole: bool = False) -> None:
     """A picture of few colours, as small as the repository wants it."""
     if whole:
         page.evaluate("scrollTo(0, 0)")
     picture = Image.open(BytesIO(page.screenshot(full_page=whole))).convert("RGB")
-    path = IMAGES / f"{name}.png"
     for colours in (256, 128, 64, 32):
         picture.quantize(colours).save(path, optimize=True)
         if path.stat().st_size < LARGEST_BYTES:

@@ -65,6 +65,15 @@ STAGES = (
     ("verdicts", "replay-buffer"),
 )
 
+# So many groups without anything better than the worst reward, in the newest steps, are no bad luck.
+NEVER_RIGHT_GROUPS, NEVER_RIGHT_STEPS = 20, 20
+ONLINE = "reward/online"
+STUCK = (
+    "a policy learns nothing from rollouts that never succeed. Look at a trajectory beside its verdict; `spo tasks "
+    "preview` says whether the judge finds what is meant, `spo tasks probe` which problems the model can solve "
+    "(docs/tutorials/stuck_reward.md)"
+)
+
 # A reason that has stood for so long says since when, what is tried, and what ends it.
 NAMED_SECONDS = 60.0
 MOST_REASONS = 10_000
@@ -394,6 +403,27 @@ class JobMonitor:
             if found.retryable:
                 raise
             return noted or [refused_in_words(self.jobs.client, job_id, found)]
+
+    def never_right(self, job_id: str, spec: JobSpec) -> str:
+        """That no rollout of the newest steps earned more than the worst reward, in words; "" where one did.
+
+        Also "" before enough rollouts were learned from to say so. Before the first step the prompts' outcomes count.
+        """
+        raw = self.jobs.client.zrevrange(own_keys.job_metrics(job_id), 0, NEVER_RIGHT_STEPS - 1)
+        rewards = [point[ONLINE] for point in map(json.loads, raw) if point.get(ONLINE) is not None]
+        enough = NEVER_RIGHT_GROUPS * spec.rollout.samples_per_prompt
+        if rewards:
+            is_stuck = (
+                max(rewards) <= spec.tasks.reward.shift + 1e-6 and len(rewards) * spec.trainer.batch_size >= enough
+            )
+            what = f"no rollout of the last {len(rewards)} steps earned more than the worst reward"
+        else:
+            found = self.jobs.client.hvals(redis_keys.replay_outcomes(job_id)) if spec.counts_outcomes else []
+            counts = [tuple(map(int, each.split(b":"))) for each in found]
+            rollouts, right = sum(count[0] for count in counts), sum(count[1] for count in counts)
+            is_stuck = not right and rollouts >= enough
+            what = f"none of {rollouts} rollouts was right"
+        return f"{what}: {STUCK}" if is_stuck else ""
 
     def _waits(self, job_id: str, state: JobState, noted: list[str]) -> list[str]:
         waiting = entries_in_pipeline(self.jobs.client, job_id)

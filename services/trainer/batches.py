@@ -21,14 +21,14 @@ import torch
 
 from services.trainer.ranks import Ranks
 from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
-from spo.algorithm.objectives import Difference, TokenBatch, effective_sample_share
+from spo.algorithm.objectives import Difference, TokenBatch, advantages, batch_diagnostics, effective_sample_share
 from spo.algorithm.values import q_of_two_rewards
 from spo.errors import IntegrityError, InvalidInput, PreconditionFailed
 from spo.model.chat import Mask, branch_lengths, segment_faults, trained_mask, trained_tokens
 from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec, RewardSpec, TrainerSpec
 from spo.spec.reward import qhat_0_of_group
-from spo.spec.section import wire_name
+from spo.spec.section import AlgorithmSpec, wire_name
 from spo.v1 import replay_service_pb2 as wire
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Annotation, Trajectory
@@ -534,6 +534,24 @@ def named_diagnostics(diagnostics: dict[str, float]) -> dict[str, float]:
         "response_tokens": "response_length",
     }
     return {renamed.get(name, name): value for name, value in diagnostics.items() if name != "reward"}
+
+
+def policy_metrics(logprobs_BL: torch.Tensor, batch: TokenBatch, algorithm: AlgorithmSpec) -> dict[str, float]:
+    """The diagnostics of a micro-batch, and of a job that learns from preferences also how well it tells them apart.
+
+    preference_margin: the mean over pairs of a prompt with r_w > r_l of h_w - h_l, h = beta ln pi / pi0 of a response,
+    in reward units; preference_accuracy: the share of pairs whose margin is above 0. A batch without a pair has none.
+    """
+    found = named_diagnostics(batch_diagnostics(logprobs_BL, batch, algorithm.beta))
+    if not any(term.needs("pairs") for term in algorithm.losses):
+        return found
+    h_B = advantages(logprobs_BL, batch, algorithm.beta).sum(dim=1)
+    better_BB = batch.reward_B[:, None] > batch.reward_B[None, :]
+    margins_P = (h_B[:, None] - h_B[None, :])[better_BB & (batch.group_B[:, None] == batch.group_B[None, :])]
+    if not len(margins_P):
+        return found
+    accuracy = (margins_P > 0).double().mean()
+    return found | {"preference_margin": margins_P.mean().item(), "preference_accuracy": accuracy.item()}
 
 
 def weight_metrics(log_weights: Sequence[float]) -> dict[str, float]:

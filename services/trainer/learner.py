@@ -24,8 +24,8 @@ from services.trainer.batches import (
     UnusableBatch,
     WeightedMeans,
     is_anchored,
-    named_diagnostics,
     on_each,
+    policy_metrics,
     sampler_metrics,
     token_batch,
     weight_metrics,
@@ -173,7 +173,7 @@ class Policy:
         parts = {name: part * share for name, part in parts.items()}
         skipped = {} if self._spec.trainer.skip_rows == "none" else {"skipped": 1 - share}
         means.add({"loss": loss.item(), **parts, **skipped}, micro_batch.weight)
-        means.add(named_diagnostics(batch_diagnostics(logprobs_BL.detach(), batch, algorithm.beta)), kept.weight)
+        means.add(policy_metrics(logprobs_BL.detach(), batch, algorithm), kept.weight)
         self._measure_samples(kept, logprobs_BL.detach(), means)
         self._measure_sources(kept, logprobs_BL.detach(), means)
         return loss

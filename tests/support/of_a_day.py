@@ -109,6 +109,8 @@ LONG: dict[str, tuple[str, ...]] = {
     ),
     f"{_ORCHESTRATOR}/http/pages/test_every_page_in_a_browser.py::"
     "test_pages_are_accessible_and_silent_and_keep_markup_harmless": ("services/orchestrator/http/pages",),
+    f"{_ORCHESTRATOR}/http/pages/test_every_page_in_a_browser.py::"
+    "test_a_jobs_page_is_accessible_in_every_state_and_at_every_width": ("services/orchestrator/http/pages",),
     f"{_ORCHESTRATOR}/http/test_command_line_live.py::test_what_is_shown_to_people_is_also_there_for_programs": (
         "spo/cli",
     ),

@@ -220,7 +220,7 @@ def job_document(context: AppContext, job_id: str) -> api.Job:
             for failed in context.evaluations.schedule.given_up(job_id)
         ],
         lineage=api.Lineage(**asdict(record.lineage)) if record.lineage else None,
-        warnings=[] if summary.state in TERMINAL else spec_warnings(context, spec, _mean_tokens(newest)),
+        warnings=spec_warnings(context, spec, summary, newest),
     )
 
 
@@ -238,16 +238,17 @@ def _solved(context: AppContext, job_id: str, spec: JobSpec) -> api.SolvedPrompt
     )
 
 
-def spec_warnings(context: AppContext, spec: JobSpec, mean_tokens: float | None = None) -> list[api.SpecWarning]:
-    """What speaks against a spec, on the replicas that live now; and what of its rows is left out or not looked at."""
-    notes = [api.SpecWarning(pointer="/tasks", message=note) for note in context.library.notes(spec.tasks)]
-    return notes + [api.SpecWarning(**asdict(found)) for found in context.plan_warnings.of(spec, mean_tokens)]
-
-
-def _mean_tokens(newest: Sequence[tuple[bytes, float]]) -> float | None:
-    """The mean response of the newest reported batch, in trained tokens."""
-    point = json.loads(newest[0][0]) if newest else {}
-    return point.get("response_length")
+def spec_warnings(
+    context: AppContext, spec: JobSpec, job: api.JobSummary | None = None, newest: Sequence[tuple[bytes, float]] = ()
+) -> list[api.SpecWarning]:
+    """What speaks against a spec on the replicas that live now, and of a job also that its rollouts are never right."""
+    stuck = context.monitor.never_right(job.id, spec) if job else ""
+    found = [api.SpecWarning(pointer="/rollout", message=stuck)] if stuck else []
+    if job and job.state in TERMINAL:
+        return found
+    tokens = json.loads(newest[0][0]).get("response_length") if newest else None
+    found += [api.SpecWarning(pointer="/tasks", message=note) for note in context.library.notes(spec.tasks)]
+    return found + [api.SpecWarning(**asdict(each)) for each in context.plan_warnings.of(spec, tokens)]
 
 
 def evaluation_brief(evaluation: Mapping[str, object]) -> dict[str, object]:

@@ -238,6 +238,8 @@ def _job(context: AppContext, job: api.JobSummary) -> Iterator[Entry]:
         for reason in waits(context, job.id, job.state):
             if not _BUSY.match(reason):
                 yield _entry("warning", subject, reason, "its page says who waits for whom", job.id, page)
+        if job.state is JobState.RUNNING and (stuck := context.monitor.never_right(job.id, context.jobs.spec(job.id))):
+            yield _entry("warning", subject, stuck.partition(": ")[0], stuck.partition(": ")[2], job.id, page)
     alarms = [json.loads(raw) for raw in context.redis.hvals(own_keys.job_alarms(job.id)) if raw.startswith(b"{")]
     if alarms and job.state is not JobState.FAILED:
         last = max(alarms, key=lambda alarm: int(alarm["step"]))

@@ -28,3 +28,10 @@ def test_links_upward_and_to_results_lead_there_and_those_out_of_the_documents_n
     assert "href" not in body
     assert "<img" not in body
     assert "(picture: a curve)" in body
+
+
+def test_pictures_of_the_documents_are_shown_with_what_they_show() -> None:
+    shown = {name for file in DOCUMENTS for name in re.findall(r'<img src="/docs/([^"]*)"', document_body(file))}
+    assert {"images/job.png", "results/demo.png"} <= shown
+    assert all((DOCS / name).is_file() for name in shown)
+    assert 'alt="A job while it trains"' in document_body(DOCS / "web_page.md")

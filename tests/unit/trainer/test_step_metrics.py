@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from services.trainer.batches import MOST_PARTS, MOST_SOURCES, TrainingSample, WeightedMeans, batch_metrics
+from services.trainer.batches import (
+    MOST_PARTS,
+    MOST_SOURCES,
+    TrainingSample,
+    WeightedMeans,
+    batch_metrics,
+    policy_metrics,
+)
+from spo.algorithm.objectives import TokenBatch
+from spo.spec.section import AlgorithmSpec
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import Outcome, PartScore, Verdict
@@ -47,3 +57,37 @@ def test_residuals_are_told_by_the_source_that_said_the_reward() -> None:
     assert means.means([means]) == {"residual_abs/west": 0.75, "residual_abs/east": 0.25}
     means.add_by_source([f"source{number:03}" for number in range(100)], [1.0] * 100)
     assert len(means.sums) == 2 + MOST_SOURCES
+
+
+def batch_of(groups: list[int], rewards: list[float], reference_nats: list[float]) -> TokenBatch:
+    """Responses of one token each, whose reference log-probs are told."""
+    rows = len(groups)
+    one_B1 = torch.ones(rows, 1, dtype=torch.bool)
+    return TokenBatch(
+        input_ids_BL=torch.zeros(rows, 1, dtype=torch.long),
+        attention_mask_BL=one_B1,
+        response_mask_BL=one_B1,
+        reference_logprobs_BL=torch.tensor(reference_nats)[:, None],
+        sampling_logprobs_BL=torch.zeros(rows, 1),
+        reward_B=torch.tensor(rewards),
+        qhat_0_B=torch.zeros(rows),
+        source_B=torch.ones(rows, dtype=torch.long),
+        group_B=torch.tensor(groups),
+    )
+
+
+def test_a_job_of_preferences_tells_its_margin_and_how_many_pairs_it_has_right() -> None:
+    dpo = AlgorithmSpec.model_validate({"beta": 0.5, "losses": [{"objective": "dpo"}]})
+    # Two pairs and a row without one: log-ratios of 2 against 0, of 0 against 1, and 9.
+    batch = batch_of([1, 1, 2, 2, 3], [0.0, -1.0, -1.0, 0.0, 0.0], [-3.0, -1.0, -2.0, -1.0, -10.0])
+    logprobs_BL = torch.tensor([[-1.0], [-1.0], [-1.0], [-1.0], [-1.0]])
+
+    found = policy_metrics(logprobs_BL, batch, dpo)
+
+    assert found["preference_margin"] == pytest.approx(0.5 * (2.0 + (0.0 - 1.0)) / 2)
+    assert found["preference_accuracy"] == 0.5
+    assert "kl_to_reference" in found
+    alone = batch_of([1, 2], [0.0, -1.0], [-1.0, -1.0])
+    assert not [name for name in policy_metrics(logprobs_BL[:2], alone, dpo) if name.startswith("preference")]
+    others = AlgorithmSpec.model_validate({"losses": [{"objective": "group_centred_squared"}]})
+    assert not [name for name in policy_metrics(logprobs_BL, batch, others) if name.startswith("preference")]

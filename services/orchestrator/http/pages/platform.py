@@ -11,6 +11,7 @@ from typing import Annotated, get_args
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Path, Path as PathParameter, Query, Request, Response
+from fastapi.responses import FileResponse
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from markupsafe import Markup
@@ -48,6 +49,7 @@ reference_router = APIRouter()
 
 # Of a clone, of the image.
 _DOCUMENT = re.compile(r"((tutorials|results|decisions)/)?[a-z0-9_]{1,80}\.md")
+_PICTURE = re.compile(r"(images|results)/[a-z0-9_-]{1,80}\.png")
 DOCUMENT_FOLDERS = (PathlibPath(__file__).parents[4] / "docs", PathlibPath("/usr/share/spo/docs"))
 METHODS = ("get", "put", "post", "patch", "delete")
 
@@ -290,8 +292,13 @@ def show_documents(request: Request) -> Response:
 
 @reference_router.get("/docs/{name:path}")
 def show_document(request: Request, name: str) -> Response:
-    """One document; markup in it is shown and not obeyed. Raises NotFound, for an address that none can have too."""
+    """One document, or a picture in one; markup in it is shown and not obeyed.
+
+    Raises NotFound, for an address that none can have too.
+    """
     file = _document_folder() / name
+    if _PICTURE.fullmatch(name) and file.is_file():
+        return FileResponse(file, media_type="image/png")
     if not _DOCUMENT.fullmatch(name) or not file.is_file():
         raise NotFound("there is no such document here", code="not_found")
     # Written by markdown-it, which escapes every other markup.
@@ -299,7 +306,7 @@ def show_document(request: Request, name: str) -> Response:
 
 
 def document_body(file: PathlibPath) -> str:
-    """A document as HTML: links that lead out of the documents are plain text, of pictures there is what they show."""
+    """A document as HTML: links that lead out of the documents are plain text, of other pictures is what they show."""
     parser = MarkdownIt("js-default", {"linkify": False})
     tokens = parser.parse(file.read_text())
     for token in tokens:
@@ -308,19 +315,28 @@ def document_body(file: PathlibPath) -> str:
 
 
 def _harmless(token: Token, file: PathlibPath) -> Token:
-    """The token, pointing nowhere but at other documents here."""
+    """The token, pointing nowhere but at other documents and their pictures here."""
     if token.type == "image":
-        # The page's policy lets no picture in that is not its own, and these are not served.
-        return Token("text", "", 0, content=f"(picture: {token.content})")
+        name = _served(file, str(token.attrGet("src") or ""), _PICTURE)
+        if not name:
+            # The page's policy lets no picture in that is not its own.
+            return Token("text", "", 0, content=f"(picture: {token.content})")
+        # Read when it is scrolled to: the pages of results have many.
+        token.attrs = {"src": f"/docs/{name}", "alt": token.content, "loading": "lazy"}
     if token.type == "link_open":
         target, _, place = str(token.attrGet("href") or "").partition("#")
-        folder = _document_folder().resolve()
-        aimed = (file.parent / target).resolve() if target else file.resolve()
-        name = aimed.relative_to(folder).as_posix() if aimed.is_relative_to(folder) else ""
-        served = _DOCUMENT.fullmatch(name) and aimed.is_file()
+        name = _served(file, target, _DOCUMENT)
         # From /docs/tutorials too: whole addresses.
-        token.attrs = {"href": f"/docs/{name}{'#' if place else ''}{place}"} if served else {}
+        token.attrs = {"href": f"/docs/{name}{'#' if place else ''}{place}"} if name else {}
     return token
+
+
+def _served(file: PathlibPath, target: str, kind: re.Pattern[str]) -> str:
+    """The name below /docs of what a document points at (nothing: itself); "" where that is not served."""
+    folder = _document_folder().resolve()
+    aimed = (file.parent / target).resolve() if target else file.resolve()
+    name = aimed.relative_to(folder).as_posix() if aimed.is_relative_to(folder) else ""
+    return name if kind.fullmatch(name) and aimed.is_file() else ""
 
 
 def _document_folder() -> PathlibPath:

@@ -12,7 +12,9 @@ import pytest
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
+from spo import redis_keys
 from spo.client import Client
+from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
 from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 
@@ -42,6 +44,59 @@ def test_what_is_wrong_names_services_jobs_and_what_to_do(
     page = api.get("/attention").text
     assert "trainer_dies" in page
     assert "<script>alert" not in page
+
+
+@pytest.mark.parametrize(
+    ("earned", "told"),
+    [
+        ([-1.0] * 20, True),
+        # One rollout of them was worth more.
+        ([-1.0] * 19 + [-0.98], False),
+        # Too few to say so.
+        ([-1.0] * 2, False),
+        # It never sampled.
+        ([None] * 20, False),
+    ],
+)
+def test_a_job_that_is_never_right_says_so_on_its_page_and_asks_for_a_person(
+    context: AppContext, api: httpx.Client, document: dict[str, Any], earned: list[float | None], *, told: bool
+) -> None:
+    with Client(str(api.base_url)) as client:
+        job_id = client.submit({**document, "rollout": {"samples_per_prompt": 4}, "trainer": {"batch_size": 32}}).id
+        for state in (JobState.VALIDATING, JobState.ESTIMATING, JobState.RUNNING):
+            context.jobs.transition(job_id, state, "test")
+        for step, reward in enumerate(earned, 1):
+            point = {"step": step, "reward": -0.5} | ({} if reward is None else {"reward/online": reward})
+            context.redis.zadd(own_keys.job_metrics(job_id), {json.dumps(point): step})
+        running = [each.message for each in client.get(job_id).warnings if each.pointer == "/rollout"]
+        entries = [each for each in client.platform.attention() if "earned more" in each.message]
+        context.jobs.transition(job_id, JobState.CANCELLING, "test")
+        context.jobs.transition(job_id, JobState.CANCELLED, "test")
+        ended = [each.message for each in client.get(job_id).warnings]
+
+    sentence = f"no rollout of the last {len(earned)} steps earned more than the worst reward"
+    assert [message.startswith(sentence) for message in running] == [True] * told
+    assert [(each.job_id, each.message) for each in entries] == [(job_id, sentence)] * told
+    assert ended == running
+    assert (sentence in api.get(f"/jobs/{job_id}").text) == told
+
+
+def test_before_the_first_step_what_prompts_have_shown_says_that_a_job_is_never_right(
+    context: AppContext, document: dict[str, Any]
+) -> None:
+    document |= {"rollout": {"samples_per_prompt": 4, "unsolved_share": 0.5}}
+    spec = parse_job_spec(document)
+    job_id = context.jobs.submit(spec)
+    outcomes = redis_keys.replay_outcomes(job_id)
+    context.redis.hset(outcomes, mapping={"one": "40:0:40", "two": "36:0:36"})
+    few = context.monitor.never_right(job_id, spec)
+    context.redis.hset(outcomes, "three", "4:0:4")
+    enough = context.monitor.never_right(job_id, spec)
+    context.redis.hset(outcomes, "three", "4:1:0")
+
+    assert few == ""
+    assert enough.startswith("none of 80 rollouts was right: ")
+    assert context.monitor.never_right(job_id, spec) == ""
 
 
 def test_a_job_whose_turn_comes_is_not_wrong_and_stands_apart(
@@ -144,6 +199,13 @@ def test_references_are_pages_under_the_same_policy(api: httpx.Client, path: str
     assert "default-src 'none'; script-src 'self'" in page.headers["content-security-policy"]
     assert " style=" not in page.text
     assert "<img" not in page.text
+
+
+def test_a_picture_of_a_document_is_served_as_one(api: httpx.Client) -> None:
+    found = api.get("/docs/images/job.png")
+    assert (found.status_code, found.headers["content-type"]) == (200, "image/png")
+    assert found.content.startswith(b"\x89PNG")
+    assert found.headers["x-content-type-options"] == "nosniff"
 
 
 def test_every_operation_is_on_the_page_of_the_api(api: httpx.Client) -> None:

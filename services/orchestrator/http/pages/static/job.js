@@ -25,6 +25,8 @@ const TRAINING = {
   "curve-reward": (name) => name.startsWith("reward"),
   "curve-score": (name) => name === "score" || name.startsWith("score/"),
   "curve-loss": (name) => name === "loss" || name.startsWith("loss_") || name === "value_loss",
+  "curve-margin": (name) => name === "preference_margin",
+  "curve-accuracy": (name) => name === "preference_accuracy",
   "curve-kl": (name) => name.startsWith("kl"),
   "curve-residual": (name) => name.startsWith("residual"),
   "curve-share": (name) => name === "effective_sample_share" || name === "truncated/online",
@@ -96,7 +98,8 @@ function folded(text) {
 
 function tell(event) {
   const line = document.createElement("li");
-  line.className = event.kind;
+  // A kind that is also the name of a badge would look like one.
+  line.className = event.kind === "state" ? "moved" : event.kind;
   const at = document.createElement("time");
   at.dateTime = event.at;
   at.textContent = event.at.slice(11, 19);

@@ -39,6 +39,13 @@ export function draw(id, axis, lines, options = {}) {
   return plot;
 }
 
+// A curve that stays at one value is drawn in the middle of a range of its own size: uPlot's would go from 0 to 100 around 0.
+function aroundValues(plot, least, most) {
+  if (least === null || most === null) return [0, 1];
+  if (least === most) return [least - (Math.abs(least) || 1) / 10, most + (Math.abs(most) || 1) / 10];
+  return uPlot.rangeNum(least, most, 0.1, true);
+}
+
 function settings(figure, lines, options) {
   const ink = resolved("--faint");
   const grid = { stroke: resolved("--line"), width: 1 };
@@ -55,7 +62,7 @@ function settings(figure, lines, options) {
   const bands = (options.bands || []).map((band) => ({ series: band.series, fill: resolved(band.of).replace("rgb(", "rgba(").replace(")", ", 0.18)") }));
   const clock = (plot, splits) => splits.map((at) => new Date(at * 1000).toISOString().slice(11, 19));
   const axes = [{ stroke: ink, grid, ticks: grid, font, space: options.time ? 70 : 50, ...(options.time ? { values: clock } : options.range ? {} : { incrs: WHOLE }) }, { stroke: ink, grid, ticks: grid, font, size: 58 }];
-  const scales = { x: { time: Boolean(options.time), range: options.range }, y: { range: options.range } };
+  const scales = { x: { time: Boolean(options.time), range: options.range }, y: { range: options.range || aroundValues } };
   const first = { label: options.time ? "time" : options.axis || "step" };
   const size = { width: Math.max(240, figure.clientWidth - 24), height: options.height || 190 };
   return { ...size, series: [first, ...series], axes, scales, bands, hooks: options.hooks || {}, legend: { live: true } };

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from spo.spec.job_spec import parse_job_spec
 from spo.spec.section import JobState
@@ -72,6 +77,53 @@ def test_pages_are_accessible_and_silent_and_keep_markup_harmless(
     assert faults == {}
     # The browser itself says that /nowhere is a 404.
     assert [said for said in complaints if "404" not in said] == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (768, "light"), (1440, "dark")])
+def test_a_jobs_page_is_accessible_in_every_state_and_at_every_width(
+    context: AppContext,
+    page: Any,
+    lived_in: str,
+    document: dict[str, Any],
+    complaints: list[str],
+    width: int,
+    scheme: str,
+) -> None:
+    """SPO_SCREENSHOTS names a folder that pictures of what is looked at go into."""
+    states = {"running": lived_in} | {
+        name: context.jobs.submit(parse_job_spec(document | {"name": f"a job that is {name}"}))
+        for name in ("queued", "estimating", "failed", "never right", "succeeded")
+    }
+    for name, *more in (
+        ("estimating", JobState.ESTIMATING),
+        ("never right", JobState.ESTIMATING, JobState.RUNNING),
+        ("succeeded", JobState.ESTIMATING, JobState.RUNNING, JobState.SUCCEEDED),
+    ):
+        for state in (JobState.VALIDATING, *more):
+            assert context.jobs.transition(states[name], state, "test")
+    context.jobs.fail(states["failed"], "source_empty", "the source human has nothing to give")
+    for step in range(1, 21):
+        point = json.dumps({"step": step, "loss": 0.0, "reward": -1.0, "reward/online": -1.0, "preference_margin": 0.1})
+        for name in ("never right", "succeeded"):
+            context.redis.zadd(own_keys.job_metrics(states[name]), {point: step})
+    axe, faults = axe_playwright.Axe(), {}
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    for name, job_id in states.items():
+        page.goto(f"/jobs/{job_id}")
+        page.locator("#stream-state", has_text=re.compile("live|ended")).wait_for()
+        if name in ("running", "never right", "succeeded"):
+            page.locator("#curve-loss canvas").wait_for()
+        found = axe.run(page, options={"resultTypes": ["violations"]})
+        if found.violations_count:
+            faults[name] = found.generate_report()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{name} is wider than the window"
+        assert ("earned more" in page.locator("#status").inner_text()) == (name in ("never right", "succeeded"))
+        if folder := os.environ.get("SPO_SCREENSHOTS"):
+            page.screenshot(path=Path(folder) / f"{name.replace(' ', '_')}-{width}-{scheme}.png", full_page=True)
+
+    assert faults == {}
+    assert complaints == []
 
 
 def _wait_for_what_comes_later(page: Any, path: str) -> None:

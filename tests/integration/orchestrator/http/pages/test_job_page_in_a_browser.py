@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
+from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.container import AppContext
 from services.orchestrator.versions import announced_version
 from spo.spec.job_spec import parse_job_spec
@@ -88,6 +90,36 @@ def test_an_answer_to_a_button_that_is_gone_meanwhile_is_not_made_into_a_page(
 
     wait_until(lambda: context.jobs.state(job_id) is JobState.PAUSING, "the pause arrives")
     page.locator("#toast", has_text="pausing").wait_for()
+    assert complaints == []
+
+
+def test_a_curve_that_stays_at_nought_is_drawn_around_it_and_preferences_have_curves(
+    context: AppContext, page: Any, job_id: str, complaints: list[str]
+) -> None:
+    page.add_init_script(
+        """let made; window.axes = {};
+        Object.defineProperty(window, "uPlot", { get: () => made, set: (real) => {
+          made = new Proxy(real, { construct(kind, given) {
+            const plot = new kind(...given);
+            window.axes[given[2].id] = () => [plot.scales.y.min, plot.scales.y.max];
+            return plot;
+          } });
+        } });"""
+    )
+    for step in range(1, 6):
+        point = {"step": step, "loss": 0.0, "reward": -1.0, "kl_to_reference": 1000.0}
+        point |= {"preference_margin": 0.01 * step, "preference_accuracy": 0.5}
+        context.redis.zadd(own_keys.job_metrics(job_id), {json.dumps(point): step})
+    page.goto(f"/jobs/{job_id}")
+    for name in ("loss", "reward", "kl", "margin", "accuracy"):
+        page.locator(f"#curve-{name} canvas").wait_for()
+    low, high = page.evaluate("window.axes['curve-loss']()")
+    assert -1 <= low < 0 < high <= 1
+    low, high = page.evaluate("window.axes['curve-reward']()")
+    assert -2 <= low < -1 < high <= 0
+    low, high = page.evaluate("window.axes['curve-kl']()")
+    assert 500 < low < 1000 < high < 1500
+    assert page.locator("#curve-margin output").inner_text() == "0.05"
     assert complaints == []
 
 
