@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +47,8 @@ from spo.tasks.toy import newest_model, wanted_difficulty
 
 # Of one request.
 MOST_DELETED = 200
+# So many of a file's first problems tell whether a model knows their words.
+UNREAD_ROWS = 100
 
 jobs = typer.Typer(no_args_is_help=True, help="Submit, watch and steer jobs.")
 
@@ -132,6 +136,8 @@ def submit(
 ) -> None:
     """Submit a job."""
     document = _with_model(read_spec(spec_file), model)
+    if unread := unread_problems(document):
+        _warn([{"pointer": "/model/path", "message": unread}])
     with api() as client:
         if validate_only:
             with while_checked():
@@ -146,12 +152,46 @@ def submit(
         if wait:
             job = wait_with_bar(client, job.id, timeout)
             results = client.evaluations(job.id)
+            _warn([warning.model_dump() for warning in job.warnings])
     _print_job(job, output)
     if output is Output.TABLE:
         for line in before_and_after(results):
             console.print(line, markup=False, highlight=False)
     if wait:
         _exit_as(job)
+
+
+def what_is_not_read(statements: Sequence[str], count_tokens: Callable[[str], int]) -> str:
+    """A warning where a tokenizer drops most of the words that are asked, "" where it does not."""
+    words = sum(len(statement.split()) for statement in statements)
+    around = count_tokens("")
+    tokens = sum(max(0, count_tokens(statement) - around) for statement in statements)
+    if 2 * tokens >= words:
+        return ""
+    return (
+        f"this model's tokenizer makes {tokens} tokens of {words} words: it drops most of what is asked, so that "
+        "nothing can be learned; take a model that knows these words"
+    )
+
+
+def unread_problems(document: Mapping[str, object]) -> str:
+    """The same warning of a spec whose model and file of problems are here; "" where they are not, or all is read."""
+    model, tasks = document.get("model"), document.get("tasks")
+    if not isinstance(model, Mapping) or not isinstance(tasks, Mapping) or tasks.get("kind") != "jsonl":
+        return ""
+    problems, words = Path(str(tasks.get("path"))), Path(str(model.get("path"))) / "tokenizer.json"
+    try:
+        # Without transformers, which takes seconds to load.
+        from tokenizers import Tokenizer
+
+        with problems.open(encoding="utf-8") as file:
+            rows = [json.loads(line) for line in itertools.islice(file, UNREAD_ROWS) if line.strip()]
+        statements = [row["statement"] for row in rows]
+        tokenizer = Tokenizer.from_str(words.read_text(encoding="utf-8"))
+        return what_is_not_read(statements, lambda text: len(tokenizer.encode(text).ids))
+    except Exception:
+        # A tokenizer fails in whatever way its library does; what is wrong with the files the platform says.
+        return ""
 
 
 def before_and_after(results: Sequence[StepEvaluation]) -> Iterator[str]:

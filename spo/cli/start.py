@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 import yaml
 
+from spo.cli.jobs import what_is_not_read
 from spo.cli.tasks import (
     SUFFIXES_OF_SPECS,
     Preview,
@@ -24,7 +25,6 @@ from spo.cli.tasks import (
     probed_prompts,
     prompt_counter,
     tasks_and_model,
-    what_is_not_read,
 )
 from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
 from spo.errors import InvalidInput

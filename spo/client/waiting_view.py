@@ -61,11 +61,19 @@ class ProgressBar:
         # The bar and both times stay on the line, however narrow the terminal is.
         room = max(SHORTEST_DESCRIPTION, self._progress.console.width - BAR_AND_TIMES)
         shown = long if len(long) <= room else what
-        self._progress.update(self._bar, description=shown[:room], completed=done, total=total or None)
+        self._progress.update(self._bar, description=_whole_words(shown, room), completed=done, total=total or None)
         if self._notebook:
             self._notebook.show(self._progress.get_renderable())
         if job.is_final:
             self._progress.stop()
+
+
+def _whole_words(text: str, most: int) -> str:
+    """As much of a text as `most` characters hold, cut between words; what is left out shows as three dots."""
+    if len(text) <= most:
+        return text
+    begun = text[: most - 2]
+    return f"{(begun.rpartition(' ')[0] or begun[:-1]).rstrip(' :,;')}..."
 
 
 class LinesNowAndThen:
@@ -88,7 +96,12 @@ class LinesNowAndThen:
         self._said = job.state, now
         far = job.progress
         waits = f", {job.waits[0]}" if job.waits else ""
-        words = f"{job.id} {job.state}: step {far.step} of {far.steps}{waits}"
+        counted = f"step {far.step} of {far.steps}"
+        if far.values_total and job.state in ESTIMATING:
+            counted = f"values {far.values_done} of {far.values_total}"
+        elif far.values_pending:
+            counted += f" beside values {far.values_done} of {far.values_total}"
+        words = f"{job.id} {job.state}: {counted}{waits}"
         self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -9,6 +9,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from spo.client import Client
+
 NOTEBOOK = Path(__file__).parents[3] / "docs" / "tutorials" / "a_job_in_a_notebook.ipynb"
 API = "http://127.0.0.1:8000"
 CELL_SECONDS = 600
@@ -37,3 +39,8 @@ def test_it_shows_again_what_it_shows_in_the_documentation(live: Any, reference_
     ).execute()
 
     assert kinds_of_outputs(notebook) == kinds_of_outputs(written)
+    with Client(live.url) as client:
+        (job,) = client.jobs(limit=1)
+        before, *_, after = (each.pass_at_k["1"].value for each in client.evaluations(job.id))
+    said = "".join(output.get("text", "") for output in notebook.cells[-1].outputs)
+    assert said == f"pass@1 on held-out problems {before:.2f} -> {after:.2f}\n"

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from spo.cli import start as cli_start
 from spo.cli.app import app
+from spo.cli.jobs import unread_problems
 from spo.cli.start import MachineFacts, convert_config, convert_rows
 from spo.cli.tasks import chosen_problems, tasks_and_model
 from spo.console import grouped
@@ -179,7 +180,9 @@ def test_preferences_become_experience_with_the_tasks_it_answers_and_the_command
     assert "imported and learned from" in str(refused.exception)
 
 
-def test_a_model_that_does_not_know_the_words_is_told_of_before_a_job(model: Path, tmp_path: Path) -> None:
+def test_a_model_that_does_not_know_the_words_is_told_of_before_a_job(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [{"statement": f"What is {number} plus two, please?", "answer": {"expected": ["4"]}} for number in range(40)]
     strange, known = tmp_path / "strange.jsonl", tmp_path / "known.jsonl"
     strange.write_text("\n".join(map(json.dumps, rows)))
@@ -188,6 +191,12 @@ def test_a_model_that_does_not_know_the_words_is_told_of_before_a_job(model: Pat
     assert said.exit_code == 0, said.output
     assert "drops most of what is asked" in said.output
     assert "warning" not in run("init", model, known, "--out", tmp_path / "other.yaml").output
+    # And where nobody has asked `spo init`: before the platform is, of which there is none here.
+    monkeypatch.setenv("SPO_API_URL", "http://127.0.0.1:1")
+    assert "warning: /model/path: this model's tokenizer makes" in run("job", "submit", tmp_path / "job.yaml").output
+    assert unread_problems(read_spec(tmp_path / "other.yaml")) == ""
+    (model / "tokenizer.json").write_text("{")
+    assert unread_problems(read_spec(tmp_path / "job.yaml")) == ""
 
 
 def test_few_rows_are_shown_where_nobody_asked_to_hold_some_out(tmp_path: Path) -> None:

@@ -112,6 +112,19 @@ def test_a_log_has_a_line_for_each_state_and_one_a_minute() -> None:
     ]
 
 
+def test_a_log_counts_values_while_they_are_estimated() -> None:
+    said = io.StringIO()
+    far = {"values_done": 3, "values_total": 12, "step": 0, "steps": 5, "weight_version": 0, "evaluations": 0}
+    tell = LinesNowAndThen(Console(file=said))
+    tell(job(state="estimating", progress=far))
+    tell(job(state="running", progress=far | {"step": 2, "values_pending": True}))
+
+    assert said.getvalue().splitlines() == [
+        "job_1 estimating: values 3 of 12",
+        "job_1 running: step 2 of 5 beside values 3 of 12",
+    ]
+
+
 def test_a_wait_ends_with_what_was_learnt() -> None:
     def after(step: int, **found: float) -> StepEvaluation:
         return EVALUATED[0].model_copy(update={"step": step, "pass_at_k": {"1": PassAtK(**found)}})
@@ -133,6 +146,10 @@ def test_the_bar_fits_eighty_columns_with_the_time_that_is_left(waits: list[str]
     (shown,) = (line for line in lines if "1000/2000" in line)
     assert re.search(r"succeeded: steps.*━.*1000/2000 +\d:\d\d:\d\d -:--:--$", shown)
     assert len(shown) <= 80
+    words = shown.partition("━")[0].strip()
+    # No word is cut in two.
+    assert words.endswith("...") == bool(waits)
+    assert set(words.removesuffix("...").replace(",", "").split()) <= {"succeeded:", "steps", *" ".join(waits).split()}
 
 
 def test_a_job_is_deleted_only_when_the_person_at_the_terminal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

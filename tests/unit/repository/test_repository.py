@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from services.orchestrator.replicas import POOLS
+
 ROOT = Path(__file__).parents[3]
 GENERATED = ROOT / "spo" / "v1"
 MAX_FILE_LINES = 800
@@ -112,6 +114,16 @@ def test_main_wires_and_serves_and_decides_nothing() -> None:
     mains = {_name(path): _length(path) for path in _python_files("services") if path.name == "__main__.py"}
     assert len(mains) > 7
     assert {name: count for name, count in mains.items() if count > MAX_MAIN_LINES} == {}
+
+
+def test_the_heartbeat_of_every_service_that_beats_is_taken() -> None:
+    # A pool that is not known is refused once a second, and the service says so for ever.
+    mains = [path.read_text() for path in (ROOT / "services").glob("*/__main__.py")]
+    calls = [found for text in mains for found in re.findall(r'ServiceProcess\("([a-z-]+)"([^)]*)\)', text)]
+    beats = {name for name, options in calls if "heartbeats=False" not in options}
+
+    assert "tinker" in beats
+    assert beats == set(POOLS)
 
 
 def test_init_files_only_describe_and_export() -> None:
