@@ -30,7 +30,7 @@ SAID = re.compile(r"^Processor time of (?:the blocks above, in their order|the b
 # The last line of each tutorial that is run here; those that train end with what was learnt (tests/e2e/live).
 FIGURES = {
     "from_python": r"cancelled at step 3 of 20",
-    "from_trl_and_verl": r"9 settings carried over",
+    "from_trl_and_verl": r"10 settings carried over",
     "own_agent": r"64 games; tried by hand: 3 guesses, reward 1\.0",
     # Two million parameters at most, at 16 bytes each and what a forward keeps.
     "own_model": r"0\.[0-9]{2} GB of 24",

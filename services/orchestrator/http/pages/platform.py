@@ -317,7 +317,7 @@ def document_body(file: PathlibPath) -> str:
 def _harmless(token: Token, file: PathlibPath) -> Token:
     """The token, pointing nowhere but at other documents and their pictures here."""
     if token.type == "image":
-        name = _served(file, str(token.attrGet("src") or ""), _PICTURE)
+        name = _name_below(file, str(token.attrGet("src") or ""), _PICTURE)
         if not name:
             # The page's policy lets no picture in that is not its own.
             return Token("text", "", 0, content=f"(picture: {token.content})")
@@ -325,13 +325,13 @@ def _harmless(token: Token, file: PathlibPath) -> Token:
         token.attrs = {"src": f"/docs/{name}", "alt": token.content, "loading": "lazy"}
     if token.type == "link_open":
         target, _, place = str(token.attrGet("href") or "").partition("#")
-        name = _served(file, target, _DOCUMENT)
+        name = _name_below(file, target, _DOCUMENT)
         # From /docs/tutorials too: whole addresses.
         token.attrs = {"href": f"/docs/{name}{'#' if place else ''}{place}"} if name else {}
     return token
 
 
-def _served(file: PathlibPath, target: str, kind: re.Pattern[str]) -> str:
+def _name_below(file: PathlibPath, target: str, kind: re.Pattern[str]) -> str:
     """The name below /docs of what a document points at (nothing: itself); "" where that is not served."""
     folder = _document_folder().resolve()
     aimed = (file.parent / target).resolve() if target else file.resolve()
