@@ -33,6 +33,7 @@ from services.orchestrator.job_records import (
     JobAction,
     JobRecord,
     Submission,
+    latest_point,
     submitted_before,
     training_series,
 )
@@ -220,7 +221,7 @@ def job_document(context: AppContext, job_id: str) -> api.Job:
             for failed in context.evaluations.schedule.given_up(job_id)
         ],
         lineage=api.Lineage(**asdict(record.lineage)) if record.lineage else None,
-        warnings=spec_warnings(context, spec, summary, newest),
+        warnings=spec_warnings(context, spec, summary),
     )
 
 
@@ -238,15 +239,13 @@ def _solved(context: AppContext, job_id: str, spec: JobSpec) -> api.SolvedPrompt
     )
 
 
-def spec_warnings(
-    context: AppContext, spec: JobSpec, job: api.JobSummary | None = None, newest: Sequence[tuple[bytes, float]] = ()
-) -> list[api.SpecWarning]:
+def spec_warnings(context: AppContext, spec: JobSpec, job: api.JobSummary | None = None) -> list[api.SpecWarning]:
     """What speaks against a spec on the replicas that live now, and of a job also that its rollouts are never right."""
     stuck = context.monitor.never_right(job.id, spec) if job else ""
     found = [api.SpecWarning(pointer="/rollout", message=stuck)] if stuck else []
     if job and job.state in TERMINAL:
         return found
-    tokens = json.loads(newest[0][0]).get("response_length") if newest else None
+    tokens = latest_point(context.redis, job.id).get("response_length") if job else None
     found += [api.SpecWarning(pointer="/tasks", message=note) for note in context.library.notes(spec.tasks)]
     return found + [api.SpecWarning(**asdict(each)) for each in context.plan_warnings.of(spec, tokens)]
 
