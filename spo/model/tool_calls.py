@@ -73,7 +73,8 @@ class SampledCall:
 class ToolFormat:
     """How a model's tools are written and read: what its template shows, and the parser that reads its calls.
 
-    opening: what a call begins with. fault: why there is no parser; else "".
+    opening: what a call begins with. closing: what ends one whose arguments are no JSON, so that one that was cut is
+    told from a whole one; else "". fault: why there is no parser; else "".
     """
 
     shows_tools: bool = False
@@ -81,6 +82,7 @@ class ToolFormat:
     shows_results: bool = False
     parser: str = ""
     opening: str = ""
+    closing: str = ""
     fault: str = ""
 
     def require(self, turns: Sequence[Mapping[str, object]], *, tools: bool) -> None:
@@ -124,14 +126,24 @@ def probe_tools(tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, ends: Sequ
         fault = "the model's chat template leaves out calls of tools, so that none can be read"
         return ToolFormat(shows_tools=True, shows_results=shows_results, fault=fault)
     sampled = _as_sampled(tokenizer, called, (asked, begun), ends)
-    opening = _opening(sampled.partition(PROBED)[0], written(_ASKS, asks=True, tools=()))
+    # Some templates write reasoning before the call, though there is none: it is no call's beginning.
+    before = sampled.partition(PROBED)[0]
+    opening = _opening(before[chat.reasoning_length(before) :], written(_ASKS, asks=True, tools=()))
     names = _candidates(tokenizer) if chat.tool_parser == "auto" else (chat.tool_parser,)
     parser = next((name for name in names if _fits(tokenizer, name, sampled)), "")
     fault = (
         "" if parser else f"{' and '.join(names)}: no such parser of vLLM's reads the calls that the template writes"
     )
+    # Where the arguments are JSON, a part of them is none.
+    tags = [] if '"place"' in sampled else _TAG.findall(sampled.rpartition(opening)[2])
     return ToolFormat(
-        shows_tools=True, shows_calls=True, shows_results=shows_results, parser=parser, opening=opening, fault=fault
+        shows_tools=True,
+        shows_calls=True,
+        shows_results=shows_results,
+        parser=parser,
+        opening=opening,
+        closing=tags[-1] if tags else "",
+        fault=fault,
     )
 
 
@@ -246,7 +258,11 @@ class AnswerReader:
             shown = self._text[: thought + before_call(answer, self._form.opening)]
             new, self._sent = shown[self._sent :], max(self._sent, len(shown))
             return new, ()
-        rest, calls = read_calls(self._tokenizer, self._form.parser, answer, self._tools)
+        rest = answer
+        calls: tuple[SampledCall, ...] = ()
+        # Some parsers take what there is of a call that was cut for all of it.
+        if answer.rfind(self._form.opening) <= answer.rfind(self._form.closing):
+            rest, calls = read_calls(self._tokenizer, self._form.parser, answer, self._tools)
         self.malformed = not calls and _seems_a_call(answer, self._form.opening)
         shown = self._text[:thought] + rest
         # What a parser makes of white space before a call cannot be taken back.
