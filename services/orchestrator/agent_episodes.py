@@ -372,6 +372,7 @@ class AgentEpisodes:
         # What goes wrong here is tried again, with what the episodes have in Redis.
         with group.consumer.isolated(group.entry):
             trajectories = list(self._trajectories(request, [each for each in group.episodes if each.state == "done"]))
+            self._count_missing(group, {each.sample_index for each in trajectories})
             if trajectories:
                 payload = wire.RolloutGroup(request=request, trajectories=trajectories).SerializeToString()
                 stream = redis_keys.rollouts_of(request.prompt.verifier_pool)
@@ -380,6 +381,18 @@ class AgentEpisodes:
                 group.consumer.finish([group.entry])
             fields = [episode.field for episode in group.episodes]
             self.jobs.write(("HDEL", own_keys.agent_episodes(request.run_id), *fields))
+
+    def _count_missing(self, group: OpenGroup, passed_on: Collection[int]) -> None:
+        """Keep why episodes are missing from what is passed on: each sample is in the ledger, or lost by name."""
+        missing = {
+            episode.field: episode.reason if episode.state == "lost" else "it cannot be learned from"
+            for episode in group.episodes
+            if episode.sample not in passed_on
+        }
+        if missing:
+            pairs = [text for pair in missing.items() for text in pair]
+            self.jobs.write(("HSET", own_keys.agent_lost(group.request.run_id), *pairs))
+            log.warning("episodes are lost", group=group.request.group_id, episodes=missing)
 
     def _trajectories(self, request: PromptGroup, episodes: Sequence[AgentEpisode]) -> Iterator[wire.Trajectory]:
         spec = self.jobs.spec(request.run_id)

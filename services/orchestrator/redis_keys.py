@@ -238,6 +238,11 @@ def agent_episodes(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:agent_episodes"
 
 
+def agent_lost(job_id: str) -> str:
+    """Hash: group id/sample -> why the episode is missing from its group that was passed on. Orchestrator."""
+    return f"spo:{job_id}:orchestrator:agent_lost"
+
+
 def agent_session(session_id: str) -> str:
     """Hash: record (JSON of the session), calls, tokens and bytes so far, spelled (tokens after the first prompt with
     each branch written out), closed (why), ended (unix ms), outcome (JSON); expires. Orchestrator."""

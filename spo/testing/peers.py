@@ -10,7 +10,7 @@ import gzip
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
@@ -151,29 +151,21 @@ def check_ledger(
     samples_per_prompt: int = 4,
     dead_letters: Mapping[str, int] | None = None,
     experience: ExperienceStore | None = None,
+    missing: Collection[tuple[str, int]] = (),
 ) -> int:
     """Every dispatched sample is in the ledger once, or its group still waits as a prompt; returns how many are.
 
     dead_letters: how many each stream may have, none by default. experience: where trajectories are that have left
-    Redis; without it none may have. Waits a minute for the pipeline to empty. Raises
-    AssertionError that begins with how many were lost and doubled where any were, TimeoutError.
+    Redis; without it none may have. missing: groups and samples that are counted as lost, which must not be there.
+    Waits a minute for the pipeline to empty. Raises AssertionError that begins with how many were lost and doubled
+    where any were, TimeoutError.
     """
     moving = redis_keys.rollouts(), redis_keys.verifier_rollouts(), redis_keys.verdicts()
     wait_until(lambda: sum(map(client.xlen, moving)) == 0, "the pipeline is empty")
     for stream in (redis_keys.prompts(job_id), *moving, redis_keys.estimates()):
         given_up = client.xlen(redis_keys.dead_letters(stream))
         assert given_up <= (dead_letters or {}).get(stream, 0), f"{given_up} dead letters of {stream}"
-    numbered = client.zrange(redis_keys.replay_ids(job_id), 0, -1, withscores=True)
-    ids = [raw.decode() for raw, _ in numbered]
-    payloads = client.mget([redis_keys.replay_trajectory(job_id, trajectory_id) for trajectory_id in ids])
-    ledger = [Trajectory.FromString(payload) for payload in payloads if payload]
-    # What has left the window is in the experience store, and nowhere else.
-    missing = [trajectory_id for trajectory_id, payload in zip(ids, payloads, strict=True) if not payload]
-    stored = int(client.hget(redis_keys.replay_stored(job_id), "written") or 0)
-    assert all(number <= stored for (_, number), payload in zip(numbered, payloads, strict=True) if not payload)
-    archived = _archived(experience, job_id, set(missing)) if missing else []
-    assert sorted(trajectory.trajectory_id for trajectory in archived) == sorted(missing)
-    ledger += archived
+    ledger = trajectories_of(client, job_id, experience)
     for trajectory in ledger:
         assert len(trajectory.reference_logprobs) == len(trajectory.response_token_ids) > 0
         assert trajectory.HasField("reward")
@@ -186,7 +178,7 @@ def check_ledger(
         for number in range(dispatched)
         if f"{job_id}-{number}" not in still_prompts
         for sample in range(samples_per_prompt)
-    }
+    } - set(missing)
     lost, doubled = len(expected - set(online)), sum(online.values()) - len(online)
     unknown = sorted(set(online) - expected)[:5]
     assert (lost, doubled, unknown) == (0, 0, []), f"{lost} lost, {doubled} doubled; never dispatched: {unknown}"
@@ -195,6 +187,21 @@ def check_ledger(
     assert sum(inserted.values()) == len(ledger)
     assert inserted[b"inserted:online"] == len(online)
     return len(online)
+
+
+def trajectories_of(client: RedisClient, job_id: str, experience: ExperienceStore | None = None) -> list[Trajectory]:
+    """The job's ledger: what Redis has, and what has left it for the experience store. Raises AssertionError."""
+    numbered = client.zrange(redis_keys.replay_ids(job_id), 0, -1, withscores=True)
+    ids = [raw.decode() for raw, _ in numbered]
+    payloads = client.mget([redis_keys.replay_trajectory(job_id, trajectory_id) for trajectory_id in ids])
+    ledger = [Trajectory.FromString(payload) for payload in payloads if payload]
+    # What has left the window is in the experience store, and nowhere else.
+    left = [trajectory_id for trajectory_id, payload in zip(ids, payloads, strict=True) if not payload]
+    stored = int(client.hget(redis_keys.replay_stored(job_id), "written") or 0)
+    assert all(number <= stored for (_, number), payload in zip(numbered, payloads, strict=True) if not payload)
+    archived = _archived(experience, job_id, set(left)) if left else []
+    assert sorted(trajectory.trajectory_id for trajectory in archived) == sorted(left)
+    return ledger + archived
 
 
 def _archived(experience: ExperienceStore | None, job_id: str, wanted: set[str]) -> list[Trajectory]:

@@ -24,16 +24,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="decides the faults, their order and their choices")
     parser.add_argument("--ranks", type=int, default=2, help="processes of the trainer; above 1 they are killed too")
     parser.add_argument("--kinds", default="", help="these kinds of faults alone, a,b; or all others, -a,-b")
+    parser.add_argument("--agents", action="store_true", help="agents play the jobs' episodes; their runner dies too")
     parser.add_argument("--result", type=Path, help="the JSON file; default benchmarks/results/chaos_seed_<seed>.json")
     chosen = parser.parse_args()
     bounds = chosen.minutes, chosen.faults, chosen.patience
-    result = chosen.result or RESULTS / f"chaos_seed_{chosen.seed}.json"
+    name = "chaos_agents_seed" if chosen.agents else "chaos_seed"
+    result = chosen.result or RESULTS / f"{name}_{chosen.seed}.json"
     kinds = [kind.strip() for kind in chosen.kinds.split(",") if kind.strip()]
     # A table of many columns is unreadable in the 80 of a log file.
     console = Console() if sys.stdout.isatty() else Console(width=LOG_COLUMNS)
     try:
         with signals_interrupt():
-            return carry_out(bounds, chosen.seed, kinds, chosen.ranks, result, console)
+            return carry_out(bounds, chosen.seed, kinds, chosen.ranks, result, console, agents=chosen.agents)
     except Interrupted:
         return 130
 

@@ -14,7 +14,7 @@ from spo.client import Client
 from spo.client.models import Job
 from spo.errors import SpoError
 from spo.testing.peers import wait_until
-from tests.chaos import invariants
+from tests.chaos import episodes, invariants
 from tests.chaos.faults.fault import Stage
 from tests.chaos.faults.requests import end_other_tenant
 from tests.chaos.faults.schedule import Schedule
@@ -118,11 +118,16 @@ class Campaign:
         if job.state != "succeeded":
             yield f"the job ended {job.state}: {job.failure}"
         else:
-            yield from invariants.check_ended(self.platform, client, job, set_back=running.was_set_back)
+            evaluated = self.spec["tasks"]["evaluation_problems"] > 0
+            yield from invariants.check_ended(
+                self.platform, client, job, set_back=running.was_set_back, evaluated=evaluated
+            )
             yield from self._score(outcome)
         yield from running.look(client)
         yield from self._other_tenant(client)
         yield from self._ledger(outcome)
+        if "harness" in self.spec["tasks"] and not running.was_set_back:
+            yield from episodes.check_episodes(self.platform, outcome)
         yield from invariants.losses(client, redis_set_back=bool(self._stage.set_back))
         yield from self._stage.broken
         self._stage.broken.clear()

@@ -19,6 +19,7 @@ from spo.spec.section import read_spec
 from spo.testing.peers import wait_until
 from tests.chaos import report
 from tests.chaos.campaign import Campaign
+from tests.chaos.episodes import AGENT, PLAYED, SCORE
 from tests.chaos.faults.schedule import Schedule, possible_faults
 from tests.chaos.platform import MODELS, ChaosPlatform, marked_processes
 
@@ -50,11 +51,19 @@ JOB: dict[str, dict[str, Any]] = {
 
 
 def carry_out(
-    bounds: tuple[float, int, float], seed: int, kinds: Sequence[str], ranks: int, result: Path, console: Console
+    bounds: tuple[float, int, float],
+    seed: int,
+    kinds: Sequence[str],
+    ranks: int,
+    result: Path,
+    console: Console,
+    *,
+    agents: bool = False,
 ) -> int:
     """Run a campaign, show and write its report; 0 when every invariant held, else 1.
 
-    bounds: its minutes, its faults, and how many times slower than a calm machine this one is.
+    bounds: its minutes, its faults, and how many times slower than a calm machine this one is. agents: the jobs'
+    episodes are played by programs that a runner starts, which is one of the processes that die.
     """
     minutes, most, patience = bounds
     began = time.monotonic()
@@ -64,9 +73,12 @@ def carry_out(
         console.print(f"{seconds // 60:02d}:{seconds % 60:02d}  {words}", highlight=False, markup=False, soft_wrap=True)
 
     say("pi0 and the platform start")
-    spec = merged(read_spec(WITH_PEOPLE), JOB, {"model": {"path": str(reference_model())}})
+    spec = merged(read_spec(WITH_PEOPLE), JOB, PLAYED if agents else {}, {"model": {"path": str(reference_model())}})
+    if agents:
+        spec["value"] = None
     logs = ROOT / "runs" / f"chaos-{seed}-{int(time.time())}"
-    platform = ChaosPlatform(logs, trainer_ranks=ranks)
+    programs = (AGENT, SCORE) if agents else ("", "")
+    platform = ChaosPlatform(logs, trainer_ranks=ranks, agent=programs[0], score=programs[1])
     campaign = None
     try:
         with platform:

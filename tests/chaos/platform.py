@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,8 +16,10 @@ from typing import Self
 import psutil
 import redis
 
+from services.agent_runner.confined import landlock_version
 from spo.local.judge_client import Child
-from spo.local.launcher import REDIS, SERVICES, LauncherSettings, LocalPlatform
+from spo.local.launcher import REDIS, SERVICES, LauncherSettings, LocalPlatform, free_ports
+from spo.rpc.client import is_healthy
 from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk, StorageFaults
 from tests.chaos.network import Network
@@ -38,6 +42,9 @@ START_SECONDS = 400
 # pi0 is shared with the demo's cache, so that it is built once.
 MODELS = Path(__file__).parents[2] / ".spo" / "cache" / "models"
 MARK = "CHAOS_PLATFORM"
+RUNNER = "agent-runner"
+HARNESS = "script"
+EPISODES_AT_ONCE = 3
 
 
 # Redis begins with the files of a snapshot, where one was laid ready.
@@ -54,6 +61,23 @@ class _Launcher(LocalPlatform):
 
     clocks: Clocks
     storage: StorageFaults
+    # What the runner of agents is told; None: there is none.
+    runner: dict[str, str] | None = None
+
+    def _plan(self) -> list[Child]:
+        children = super()._plan()
+        if self.runner is not None:
+            ports = free_ports(["grpc", "metrics"], {})
+            told = {"PORT": ports["grpc"], "METRICS_PORT": ports["metrics"], "API_URL": self.http_url}
+            environment = {
+                **{name: value for name, value in os.environ.items() if not name.startswith("SPO_")},
+                **{f"SPO_AGENT_RUNNER_{name}": str(value) for name, value in told.items()},
+                **self.runner,
+            }
+            address, command = f"127.0.0.1:{ports['grpc']}", [sys.executable, "-m", "services.agent_runner"]
+            log = self._log_path(RUNNER)
+            children.append(Child(RUNNER, command, environment, log, address, lambda: is_healthy(address)))
+        return children
 
     def _service(self, name: str, service: str, address: str, ports: dict[str, int], shared: dict[str, str]) -> Child:
         child = super()._service(name, service, address, ports, shared)
@@ -80,8 +104,10 @@ def _together(*environments: dict[str, str]) -> dict[str, str]:
 class ChaosPlatform:
     """A whole platform under a temporary folder; nothing of it is left when the context ends but its logs."""
 
-    def __init__(self, logs: Path, *, trainer_ranks: int = 1) -> None:
+    def __init__(self, logs: Path, *, trainer_ranks: int = 1, agent: str = "", score: str = "") -> None:
+        """agent, score: programs of a runner that the platform has too; "": it has none."""
         self.logs = logs
+        self.programs = {"agent.py": agent, "score.py": score} if agent else {}
         self.trainer_ranks = trainer_ranks
         # Of who looks on and submits; tenants have keys of their own.
         self.api_key = secrets.token_hex(16)
@@ -118,6 +144,7 @@ class ChaosPlatform:
         )
         self.launcher = _Launcher(self.logs.name, self.state_disk.folder, settings, self._environment())
         self.launcher.clocks, self.launcher.storage = self.clocks, self.storage
+        self.launcher.runner = self._runner() if self.programs else None
         own_redis = os.environ.pop("SPO_REDIS_URL", None)
         try:
             self._stack.enter_context(self.launcher)
@@ -146,6 +173,27 @@ class ChaosPlatform:
             "SPO_ORCHESTRATOR_TENANT_PATHS": str(MODELS),
             MARK: self.mark,
         }
+
+    def _runner(self) -> dict[str, str]:
+        """What the runner is told beside its addresses; its agents see their own folder and what is played."""
+        programs, episodes = self.folder / "programs", self.folder / "episodes"
+        episodes.mkdir()
+        programs.mkdir()
+        for name, text in self.programs.items():
+            (programs / name).write_text(text)
+        told = {
+            "HOST": "127.0.0.1",
+            "API_KEY": self.api_key,
+            "POOL": "chaos",
+            "HARNESSES": json.dumps({HARNESS: f"{sys.executable} {programs / 'agent.py'}"}),
+            "SCORE": f"{sys.executable} {programs / 'score.py'}",
+            "READABLE": json.dumps([str(programs)]),
+            "CONFINED": str(bool(landlock_version())),
+            "MOST": str(EPISODES_AT_ONCE),
+            "DRAIN_SECONDS": "20",
+        }
+        named = {f"SPO_AGENT_RUNNER_{name}": value for name, value in told.items()}
+        return {**named, MARK: self.mark, "TMPDIR": str(episodes), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
 
     @property
     def mark(self) -> str:

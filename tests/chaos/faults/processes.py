@@ -19,7 +19,7 @@ from spo.local.die_with_parent import bound_to_this_process
 from spo.local.launcher import REDIS, SERVICES
 from spo.testing.peers import wait_until
 from tests.chaos.faults.fault import Fault, Inflicted, Stage
-from tests.chaos.platform import LEASE_SECONDS
+from tests.chaos.platform import LEASE_SECONDS, RUNNER
 
 SECOND_ORCHESTRATOR_SECONDS = 25.0
 SECOND_LAUNCH_SECONDS = 20.0
@@ -186,6 +186,21 @@ def _end(second: psutil.Popen) -> None:
     second.wait(10)
 
 
+def _kill_agent(stage: Stage, random: Random) -> Inflicted | None:
+    """Of an agent in the middle of its episode, which has failed then and is begun anew."""
+    return _kill_descendant(stage, random, RUNNER, "an agent")
+
+
+def _stop_runner(stage: Stage, random: Random) -> Inflicted | None:
+    return stopped(stage, RUNNER, random.uniform(2, 8))
+
+
+# Where agents play the episodes of jobs.
+RUNNERS = (
+    Fault("kill runner", partial(_kill_service, RUNNER)),
+    Fault("stop runner", _stop_runner),
+    Fault("kill agent", _kill_agent),
+)
 PROCESSES = (
     *(Fault(f"kill {service}", partial(_kill_service, service)) for service in SERVICES),
     Fault("kill two", _kill_two),

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from tests.chaos.faults.fault import Fault, Inflicted, Stage
-from tests.chaos.faults.processes import PROCESSES
+from tests.chaos.faults.processes import PROCESSES, RUNNERS
 from tests.chaos.faults.requests import REQUESTS
 from tests.chaos.faults.storage import STORAGE
 from tests.chaos.faults.store import STORE
 from tests.chaos.faults.surroundings import SURROUNDINGS
 from tests.chaos.platform import ChaosPlatform
 
-ALL = (*PROCESSES, *STORE, *STORAGE, *SURROUNDINGS, *REQUESTS)
+ALL = (*PROCESSES, *RUNNERS, *STORE, *STORAGE, *SURROUNDINGS, *REQUESTS)
 # How many faults that are not possible yet may wait for their time.
 LONGEST_QUEUE = 8
 
@@ -53,10 +53,11 @@ def possible_faults(platform: ChaosPlatform, kinds: Sequence[str] = ()) -> tuple
     """
     named = {kind.removeprefix("-") for kind in kinds}
     without = bool(kinds) and all(kind.startswith("-") for kind in kinds)
-    wanted = [fault for fault in ALL if not kinds or (fault.kind in named) != without]
-    unknown = named - {fault.kind for fault in ALL}
-    if unknown:
-        raise SystemExit(f"no such kinds of faults: {sorted(unknown)}; there are {sorted(each.kind for each in ALL)}")
+    there = [fault for fault in ALL if platform.programs or fault not in RUNNERS]
+    wanted = [fault for fault in there if not kinds or (fault.kind in named) != without]
+    known = sorted(fault.kind for fault in there)
+    if unknown := named - set(known):
+        raise SystemExit(f"no such kinds of faults: {sorted(unknown)}; there are {known}")
     impossible = set()
     if not platform.clocks.works:
         impossible |= {"clock ahead", "clock behind", "redis clock ahead", "redis clock behind"}
