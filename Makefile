@@ -81,7 +81,13 @@ $(NIGHTLY_CLIENTS_STAMP): tests/clients/nightly.txt $(CLIENTS_STAMP)
 	.venv-clients/bin/python -m pip install --quiet -r $<
 	touch $@
 
-ready: check system-deps $(S3_STAMP) $(CLIENTS_STAMP) $(if $(SPO_TEST_ALL),$(NIGHTLY_CLIENTS_STAMP)) $(if $(filter true,$(CI)),chart-test) $(COMPILED)  ## Check, and install what tests need (CI=true: test the chart)
+AIDER_STAMP := .venv-aider/.installed
+$(AIDER_STAMP): tests/clients/aider.txt
+	$(PYTHON) -m venv .venv-aider
+	.venv-aider/bin/python -m pip install --quiet -r $<
+	touch $@
+
+ready: check system-deps $(S3_STAMP) $(CLIENTS_STAMP) $(if $(SPO_TEST_ALL),$(NIGHTLY_CLIENTS_STAMP) $(AIDER_STAMP)) $(if $(filter true,$(CI)),chart-test) $(COMPILED)  ## Check, and install what tests need (CI=true: test the chart)
 
 # Beside each other: pip and mypy take one core, and the chart and the S3 server need nothing of what these install;
 # compiling comes last, beside mypy.

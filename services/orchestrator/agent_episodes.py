@@ -22,7 +22,7 @@ from services.orchestrator.agents import AgentSession, AgentSessions, CallNode, 
 from services.orchestrator.commit import now_ms
 from services.orchestrator.jobs import JobStore, seed_of
 from spo import redis_keys
-from spo.errors import InvalidInput, LeaseLost, NotFound, SpoError
+from spo.errors import InvalidInput, LeaseLost, NotFound, NotReady, SpoError
 from spo.messaging.streams.entries import Entry, decoded
 from spo.messaging.streams.recovery import Outage
 from spo.messaging.streams.stage import Consumer
@@ -328,9 +328,21 @@ class AgentEpisodes:
             for index, episode in enumerate(group.episodes):
                 if episode.session_id == session.id and episode.state == "leased":
                     return group, index
+        if self._is_stored_as_leased(session):
+            raise NotReady("the orchestrator has begun anew and takes up the episode's group shortly: try again")
         raise LeaseLost(
             "the episode is another runner's, or over: what it still does counts for nothing", code="lease_lost"
         )
+
+    def _is_stored_as_leased(self, session: AgentSession) -> bool:
+        """Whether an orchestrator before this one leased the episode, whose group the stream gives back later."""
+        is_taken = session.group_id in self._open.get(session.job_id, {})
+        if is_taken or self.jobs.state(session.job_id) != JobState.RUNNING:
+            return False
+        field = f"{session.group_id}/{session.sample}"
+        raw = self.jobs.client.hget(own_keys.agent_episodes(session.job_id), field)
+        stored = record_of(AgentEpisode, json.loads(raw)) if raw else None
+        return stored is not None and stored.session_id == session.id and stored.state == "leased"
 
     def _take_back(self, held: Mapping[str, OpenGroup]) -> None:
         """Begin anew what a silent runner holds; what it had said before it fell silent holds."""

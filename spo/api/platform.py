@@ -523,6 +523,9 @@ class EpisodeLease(Document):
     problem_id: str
     statement: str
     seed: int
+    reward: Literal["runner", "verifier"] = Field(
+        default="verifier", description="Who says what it is worth; a runner without a score gives back what it is to."
+    )
     session: SessionGrant
 
 

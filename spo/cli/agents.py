@@ -44,6 +44,8 @@ MOST_ANSWER_CHARACTERS = 65_536
 # So long may a command go on that was asked to end.
 END_SECONDS = 5.0
 SCORE_SECONDS = 600.0
+# So long the end of an episode is told again while the platform is away.
+TELL_SECONDS = 300.0
 # So many agents in a row that end without a call, before one has made any: the command is at fault, not the episodes.
 MOST_SILENT = 3
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
@@ -201,7 +203,8 @@ class EpisodeRunner:
             with RUNNER_PLAYING.track_inprogress(), tempfile.TemporaryDirectory(prefix="spo-episode-") as folder:
                 try:
                     # One that was leased while the runner was asked to stop does not begin.
-                    played = Played("stopped", "") if stop.is_set() else self._played(lease, Path(folder), stop)
+                    begins = not stop.is_set() and self._can_end(lease)
+                    played = self._played(lease, Path(folder), stop) if begins else Played("stopped", "")
                 except PreconditionFailed:
                     raise
                 except (SpoError, OSError) as error:
@@ -214,6 +217,14 @@ class EpisodeRunner:
             log.warning("an episode was lost", session=lease.lease_id, reason=error.message)
         except (SpoError, OSError) as error:
             log.error("an episode's end could not be posted", session=lease.lease_id, reason=str(error)[:500])
+
+    def _can_end(self, lease: EpisodeLease) -> bool:
+        """Whether the episode's end can be told: where a job wants the runner's reward, none without one is taken."""
+        if self.score is not None or lease.reward == "verifier":
+            return True
+        words = f"episodes of {lease.harness} are given back: their job wants the runner's reward"
+        self._fault = InvalidInput(f"{words}, and this runner has no score; start it with --score", code="no_score")
+        return False
 
     def _post(self, lease: EpisodeLease, played: Played) -> None:
         RUNNER_EPISODES.labels(status=played.status).inc()
@@ -228,10 +239,23 @@ class EpisodeRunner:
             "reward": played.reward,
             "answer": "" if played.status == "failed" else played.printed,
         }
-        self.client.agents.end(lease.lease_id, outcome)
+        self._end(lease, outcome)
         self.ended += 1
         said = {"printed": played.printed[-500:]} if played.status == "failed" else {}
         log.info("an episode has ended", session=lease.lease_id, status=played.status, reward=played.reward, **said)
+
+    def _end(self, lease: EpisodeLease, outcome: dict[str, object]) -> None:
+        """Tell an episode's end, again while the platform is away: it may have been hours of work."""
+        until = time.monotonic() + TELL_SECONDS
+        while True:
+            try:
+                self.client.agents.end(lease.lease_id, outcome)
+                return
+            except SpoError as error:
+                if not error.retryable or time.monotonic() > until:
+                    raise
+                log.warning("an episode's end is told again", session=lease.lease_id, reason=error.message)
+                time.sleep(PAUSE_SECONDS)
 
     def _is_at_fault(self, lease: EpisodeLease, played: Played) -> bool:
         """Whether a failure is the command's and no episode's, which is given back then.
@@ -303,8 +327,17 @@ class EpisodeRunner:
             if stop.is_set() and self._is_out_of_patience():
                 return "stopped"
             if time.monotonic() >= renew_at:
-                self.client.agents.renew(lease.lease_id, lease.session.token)
+                self._renew(lease)
                 renew_at = time.monotonic() + RENEW_SECONDS
+
+    def _renew(self, lease: EpisodeLease) -> None:
+        """Raises PreconditionFailed where the lease is lost; while the platform is away it says neither."""
+        try:
+            self.client.agents.renew(lease.lease_id, lease.session.token)
+        except SpoError as error:
+            if not error.retryable:
+                raise
+            log.warning("a lease could not be renewed", session=lease.lease_id, reason=error.message)
 
     def _is_out_of_patience(self) -> bool:
         now = time.monotonic()

@@ -268,6 +268,9 @@ class InferenceDouble(InferenceServiceServicer):
         self.ids_of: Callable[[int], list[int]] = lambda number: [number]
         self.calls: list[inference.ServedCall] = []
         self.serving = 0
+        # Of the weights that completions are sampled from, and how many of them end in the middle.
+        self.version = 0
+        self.dies = 0
         self.versions: list[int] = []
         self._lock = threading.Lock()
 
@@ -278,19 +281,24 @@ class InferenceDouble(InferenceServiceServicer):
         self.asked = request
         ended = threading.Event()
         context.add_callback(ended.set)
-        words = self.says(request).split()
+        text = self.says(request)
+        words = text.split(" ") if text else []
         first = inference.ServeResponse(prompt_token_ids=self.prompt_of(request), model_hash="f" * 64, sampler="double")
         try:
             for number, word in enumerate(words, 1):
                 text = word if number == len(words) else f"{word} "
                 for index in range(request.samples):
                     part = first.parts.add(index=index, text=text, token_ids=self.ids_of(number))
+                    part.version_first = part.version_last = self.version
                     part.finish_reason = "stop" if number == len(words) else ""
                     part.calls.extend(self.calls if part.finish_reason else ())
                     if request.logprobs:
                         part.tokens.extend(self.shown(text) for _ in part.token_ids)
                 yield first
                 first = inference.ServeResponse()
+                if self.dies:
+                    self.dies -= 1
+                    raise NotReady("the replica has died")
                 while self.goes_on and not self.goes_on.wait(0.02) and not ended.is_set():
                     pass
         finally:

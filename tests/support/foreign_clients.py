@@ -8,18 +8,30 @@ from pathlib import Path
 
 import pytest
 
-PROGRAMS = Path(__file__).parents[2] / ".venv-clients" / "bin"
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / ".venv-clients" / "bin"
+# It wants another version of litellm than the others do.
+AIDER = ROOT / ".venv-aider" / "bin" / "aider"
 SECONDS = 400
 
 
 def environment_of_clients(program: str = "openapi-python-client") -> Path:
     """The folder of the environment's programs; skips where one is not there, and fails where CI=true."""
-    if not (PROGRAMS / program).exists():
-        message = f"{PROGRAMS / program} is not there; `make test` installs it (`make test-nightly` all of them)"
+    return _there(PROGRAMS / program).parent
+
+
+def aider() -> Path:
+    """The program aider, in an environment of its own; skips where it is not there, and fails where CI=true."""
+    return _there(AIDER)
+
+
+def _there(program: Path) -> Path:
+    if not program.exists():
+        message = f"{program} is not there; `make test` installs it (`make test-nightly` all of them)"
         if os.environ.get("CI") == "true":
             pytest.fail(message)
         pytest.skip(message)
-    return PROGRAMS
+    return program
 
 
 def run_in_clients(program: str, *arguments: str, folder: Path, **environment: str) -> str:

@@ -184,6 +184,7 @@ def _lease_view(request: Request, leased: Leased) -> api.EpisodeLease:
         problem_id=leased.session.problem_id,
         statement=leased.statement,
         seed=leased.session.seed,
+        reward=leased.harness.reward,
         session=grant_of(request, leased.session, leased.opened),
     )
 

@@ -180,11 +180,12 @@ def _session(played: Played, trajectory: Trajectory) -> str:
 
 
 def test_what_fails_is_begun_anew_and_lost_at_the_third_time_and_never_a_reward_of_0(
-    played: Played, tmp_path: Path
+    counter: Counter, tmp_path: Path
 ) -> None:
+    played = Played(counter)
     (tmp_path / "guess.py").write_text(GUESS)
-    with Client(played.counter.url, KEY) as client:
-        runner = EpisodeRunner(client, "default", {"guess": f"{sys.executable} {tmp_path}/guess.py 1"}, None, 1)
+    with Client(counter.url, KEY) as client:
+        runner = EpisodeRunner(client, "default", {"guess": f"{sys.executable} {tmp_path}/guess.py 1"}, "echo 1", 1)
         runner.run(threading.Event(), episodes=3)
     (lease,) = played.lease(most=5)
     assert (lease["fence"], lease["session"]["model"]) == (0, "policy")
@@ -256,7 +257,7 @@ def test_a_runner_holds_its_episode_while_it_is_scored_and_gives_it_back_when_it
             played.look()
             thread.join(0.2)
         assert scored.ended == 1, "its lease would have run out"
-        endless = EpisodeRunner(client, "default", {"guess": "sleep 600"}, None, 1)
+        endless = EpisodeRunner(client, "default", {"guess": "sleep 600"}, slow, 1)
         thread = threading.Thread(target=endless.run, args=(stop,))
         thread.start()
         (group,) = played.context.agent_episodes._open[played.job_id].values()
@@ -424,14 +425,14 @@ def test_an_episode_that_a_runner_cannot_start_is_anothers_at_once_and_at_no_fau
 
     monkeypatch.setattr("spo.cli.agents.PAUSE_SECONDS", 0.01)
     with Client(played.counter.url, KEY) as client:
-        Broken(client, "default", {"guess": sys.executable}, None, 1).run(threading.Event(), episodes=2)
+        Broken(client, "default", {"guess": sys.executable}, "echo 1", 1).run(threading.Event(), episodes=2)
     assert [each["fence"] for each in played.lease(most=5)] == [0, 0]
 
 
 def test_a_command_that_never_calls_stops_its_runner_before_it_has_burnt_the_episodes_attempts(played: Played) -> None:
     with Client(played.counter.url, KEY) as client:
         command = f"{sys.executable} -c 'raise SystemExit(\"no such model file\")'"
-        runner = EpisodeRunner(client, "default", {"guess": command}, None, 1)
+        runner = EpisodeRunner(client, "default", {"guess": command}, "echo 1", 1)
         with pytest.raises(PreconditionFailed, match=r"without a call.*no such model file") as stopped:
             runner.run(threading.Event())
     assert stopped.value.code == "harness_is_silent"

@@ -132,7 +132,7 @@ def test_a_runner_service_plays_episodes_whose_agents_see_neither_its_key_nor_ea
 
 def test_a_runner_that_is_asked_to_go_gives_back_what_does_not_end_in_time(counter: Counter, tmp_path: Path) -> None:
     played = Played(counter)
-    with serving(counter.url, tmp_path, "sleep 600", MOST=2, DRAIN_SECONDS=16) as service:
+    with serving(counter.url, tmp_path, "sleep 600", MOST=2, DRAIN_SECONDS=16, SCORE="echo 1") as service:
         wait_until(lambda: "spo_agent_runner_playing 2.0" in _metrics(service), "both are played", 120)
         service.process.send_signal(signal.SIGTERM)
         assert service.process.wait(60) == 0, service.said()

@@ -168,11 +168,13 @@ def test_a_sessions_key_calls_its_own_model_and_nothing_else(agent: Agent) -> No
         counter.ask("GET", "/v1/jobs", key).status_code,
         counter.ask("POST", f"{path}/outcome", key, json=outcome).status_code,
         counter.ask("GET", f"{path}/tree", key).status_code,
+        counter.ask("POST", "/v1/agents/leases", key, json={"pool": "default", "most": 1}).status_code,
+        counter.ask("GET", "/metrics", key).status_code,
         counter.chat("x", key).status_code,
         counter.ask("GET", f"/s/{other.grant['id']}/v1/models", key).status_code,
         counter.ask("GET", f"/s/{agent.grant['id']}/v1/models", agent.grant["token"]).status_code,
     ]
-    assert refusals == [401] * 6
+    assert refusals == [401] * 8
     agent.says(ASKED)
     assert agent.end(token=key, reward=1).status_code == 403
     assert agent.end(token=other.grant["token"], reward=1).status_code == 403
