@@ -156,8 +156,8 @@ demo-loop: setup system-deps  ## A served model learns from its users' feedback,
 reproduce: setup system-deps  ## The paper's comparisons in small (QUICK=1, SEEDS=n, RUNS=regex, ONLY=setting); goes on where it was
 	@spo reproduce $(if $(QUICK),--quick) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(RUNS),--runs '$(RUNS)') $(if $(ONLY),--only $(ONLY))
 
-chaos: setup system-deps  ## A platform under random faults while invariants are checked (MINUTES=20, FAULTS=60, SEED=n, RANKS=n, KINDS=a,b)
-	@PYTHONPATH=. python -m tests.chaos --minutes $(or $(MINUTES),20) --faults $(or $(FAULTS),1000000) --seed $(or $(SEED),0) --ranks $(or $(RANKS),2) --kinds='$(KINDS)'
+chaos: setup system-deps  ## A platform under random faults while invariants are checked (MINUTES=20, FAULTS=60, SEED=n, RANKS=n, KINDS=a,b, AGENTS=1)
+	@PYTHONPATH=. python -m tests.chaos --minutes $(or $(MINUTES),20) --faults $(or $(FAULTS),1000000) --seed $(or $(SEED),0) --ranks $(or $(RANKS),2) --kinds='$(KINDS)' $(if $(AGENTS),--agents)
 
 up: setup system-deps  ## Start all services on this machine and stay in the foreground
 	@spo up
