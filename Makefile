@@ -87,7 +87,16 @@ $(AIDER_STAMP): tests/clients/aider.txt
 	.venv-aider/bin/python -m pip install --quiet -r $<
 	touch $@
 
-ready: check system-deps $(S3_STAMP) $(CLIENTS_STAMP) $(if $(SPO_TEST_ALL),$(NIGHTLY_CLIENTS_STAMP) $(AIDER_STAMP)) $(if $(filter true,$(CI)),chart-test) $(COMPILED)  ## Check, and install what tests need (CI=true: test the chart)
+# Where npm is; their own scripts fetch the programs of this machine.
+NODE_CLIENTS_STAMP := .node-clients/.installed
+$(NODE_CLIENTS_STAMP): tests/clients/package.json
+	mkdir -p .node-clients && cp $< .node-clients/
+	npm install --no-audit --no-fund --prefix .node-clients
+	cd .node-clients/node_modules/@anthropic-ai/claude-code && node install.cjs
+	cd .node-clients/node_modules/opencode-ai && node postinstall.mjs
+	touch $@
+
+ready: check system-deps $(S3_STAMP) $(CLIENTS_STAMP) $(if $(SPO_TEST_ALL),$(NIGHTLY_CLIENTS_STAMP) $(AIDER_STAMP) $(if $(shell command -v npm),$(NODE_CLIENTS_STAMP))) $(if $(filter true,$(CI)),chart-test) $(COMPILED)  ## Check, and install what tests need (CI=true: test the chart)
 
 # Beside each other: pip and mypy take one core, and the chart and the S3 server need nothing of what these install;
 # compiling comes last, beside mypy.

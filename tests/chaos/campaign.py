@@ -162,7 +162,8 @@ class Campaign:
 
     def _ledger(self, outcome: JobOutcome) -> Iterator[str]:
         try:
-            counted = invariants.ledger_of(self.platform, outcome.job_id, self._stage.injected_dead_letters)
+            samples = self.spec["rollout"]["samples_per_prompt"] if "harness" in self.spec["tasks"] else 0
+            counted = invariants.ledger_of(self.platform, outcome.job_id, self._stage.injected_dead_letters, samples)
         except (AssertionError, TimeoutError) as error:
             outcome.lost, outcome.doubled = invariants.lost_and_doubled(str(error))
             yield f"ledger: {str(error).splitlines()[0] if str(error) else 'a trajectory is incomplete'}"

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.agents import AgentSessions
+from services.orchestrator.jobs import JobStore
+from spo import redis_keys
 from spo.client import Client
 from spo.client.models import Job
 from spo.errors import SpoError
 from spo.experience.store import ExperienceStore
-from spo.messaging.redis_client import connect
+from spo.messaging.redis_client import RedisClient, connect
 from spo.testing.peers import check_ledger, wait_until
 from tests.chaos.platform import ChaosPlatform
 
@@ -112,13 +115,34 @@ def check_ended(
         yield f"evaluations at the steps {scores}"
 
 
-def ledger_of(platform: ChaosPlatform, job_id: str, dead_letters: Counter[str]) -> int:
-    """How many trajectories the job's ledger holds. Raises AssertionError, TimeoutError."""
+def ledger_of(platform: ChaosPlatform, job_id: str, dead_letters: Counter[str], samples: int = 0) -> int:
+    """How many trajectories the job's ledger holds. Raises AssertionError, TimeoutError.
+
+    samples: of each group, where agents play them; else 0.
+    """
     with connect(platform.redis_url) as redis:
         experience = ExperienceStore(str(platform.launcher.state_path / "experience"))
-        lost = {field.decode().rpartition("/")[::2] for field in redis.hkeys(own_keys.agent_lost(job_id))}
-        missing = {(group, int(sample)) for group, sample in lost}
+        missing = missing_episodes(redis, job_id, samples) if samples else ()
         return check_ledger(redis, job_id, dead_letters=dead_letters, experience=experience, missing=missing)
+
+
+def missing_episodes(redis: RedisClient, job_id: str, samples: int) -> set[tuple[str, int]]:
+    """Groups and samples that cannot be in the ledger: those that are counted as lost, and all of each group of which
+    some episode was not over when the job ended, so that nothing of it was passed on.
+    """
+    names = (field.decode().rpartition("/") for field in redis.hkeys(own_keys.agent_lost(job_id)))
+    lost = {(group, int(sample)) for group, _, sample in names}
+    sessions = AgentSessions(JobStore(redis))
+    known = [sessions.get(raw.decode()) for raw in redis.zrange(own_keys.agent_sessions(job_id), 0, -1)]
+    ended = {
+        (each.group_id, each.sample)
+        for each in known
+        if (sessions.outcome(each) or {}).get("status") in ("finished", "cut")
+    }
+    dispatched = int(redis.hget(redis_keys.dispatch_cursor(job_id), "position") or 0)
+    groups = [[(f"{job_id}-{number}", sample) for sample in range(samples)] for number in range(dispatched)]
+    under_way = (group for group in groups if not ended | lost >= set(group))
+    return lost | {episode for group in under_way for episode in group}
 
 
 def lost_and_doubled(complaint: str) -> tuple[int, int]:

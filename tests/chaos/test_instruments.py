@@ -14,10 +14,15 @@ from random import Random
 import pytest
 import redis
 
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.agents import AgentSession, AgentSessions
+from services.orchestrator.jobs import JobStore
+from spo import redis_keys
 from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk, StorageFaults
 from tests.chaos.faults.fault import Fault, Inflicted, Stage
 from tests.chaos.faults.schedule import Schedule
+from tests.chaos.invariants import missing_episodes
 from tests.chaos.network import Conditions, Network
 from tests.chaos.recovery import Recovery
 from tests.conftest import require
@@ -114,6 +119,28 @@ def test_recovery_counts_from_readiness_to_the_next_progress() -> None:
     recovery.observe(True, before, job_has_ended=False)
     recovery.observe(True, after, job_has_ended=False)
     assert recovery.recovery_seconds is not None
+
+
+def test_episodes_that_were_not_over_when_their_job_ended_are_missing_with_their_group_and_no_others_are(
+    redis_client: redis.Redis,
+) -> None:
+    jobs = JobStore(redis_client)
+    sessions, job = AgentSessions(jobs), "job_1"
+
+    def played(group: int, sample: int, status: str | None) -> None:
+        session = AgentSession("", job, "", "", "", 2**42, 0, group_id=f"{job}-{group}", sample=sample)
+        session, _ = sessions.open(session)
+        if status:
+            sessions.close(session, {"status": status}, status)
+
+    redis_client.hset(redis_keys.dispatch_cursor(job), "position", 4)
+    redis_client.hset(own_keys.agent_lost(job), f"{job}-1/1", "its runner failed")
+    # Whole; one lost; one that failed and is played again; one that nobody has begun.
+    for group, statuses in enumerate((("finished", "cut"), ("finished", "failed"), ("finished", None))):
+        for sample, status in enumerate(statuses):
+            played(group, sample, status)
+    missing = missing_episodes(redis_client, job, 2)
+    assert missing == {(f"{job}-1", 1), (f"{job}-2", 0), (f"{job}-2", 1), (f"{job}-3", 0), (f"{job}-3", 1)}
 
 
 TRY_STORAGE = """

@@ -25,6 +25,11 @@ def aider() -> Path:
     return _there(AIDER)
 
 
+def node_program(name: str) -> Path:
+    """A command line that npm has; skips where it is not there, and fails where CI=true."""
+    return _there(ROOT / ".node-clients" / "node_modules" / ".bin" / name)
+
+
 def _there(program: Path) -> Path:
     if not program.exists():
         message = f"{program} is not there; `make test` installs it (`make test-nightly` all of them)"

@@ -46,6 +46,8 @@ class TextContent(OpenAiPart):
 class CalledFunction(OpenAiPart):
     name: FunctionName
     arguments: Text = ""
+    # What the openai package makes of the arguments; they are read themselves.
+    parsed_arguments: object = None
 
 
 class ChatCall(OpenAiPart):
@@ -54,6 +56,8 @@ class ChatCall(OpenAiPart):
     id: str = Field(min_length=1, max_length=200)
     type: Literal["function"] = "function"
     function: CalledFunction
+    # As streams number calls, and packages send it back; the order says it.
+    index: int | None = Field(default=None, ge=0)
 
 
 class ChatMessage(OpenAiPart):

@@ -195,12 +195,16 @@ class Scripted(Agent):
         double.says = says
         self.turns = turns
 
-    def check(self) -> None:
-        """All is one path: each call goes on from the one before it, and nothing of it was read anew."""
+    def check(self, *, roots: bool = False) -> None:
+        """All is one path: each call goes on from the one before it, and nothing of it was read anew.
+
+        roots: each call begins anew instead, as of a program that edits its own history.
+        """
         calls = self.tree()
         assert [call["text"] for call in calls] == [text for text, _ in self.turns]
-        assert [call["parent"] for call in calls] == [None, *range(len(calls) - 1)]
-        assert {call["reason"] for call in calls} == {""}
+        parents = [None] * len(calls) if roots else [None, *range(len(calls) - 1)]
+        assert [call["parent"] for call in calls] == parents
+        assert roots or {call["reason"] for call in calls} == {""}
         ended = self.end(reward=1)
         assert ended.status_code == 200, ended.text
 
@@ -218,12 +222,17 @@ def test_a_harness_takes_two_turns_of_tools_and_leaves_one_whole_path(
     program, turns = HARNESSES[name]
     agent = Scripted(counter, turns)
     own: dict[str, Any] = {"OPENAI_API_KEY": "unused", "MSWEA_SILENT_STARTUP": "1"}
-    printed = run_in_clients(BEGIN + program, agent.grant["base_url"], agent.grant["key"], folder=tmp_path, **own)
+    # From a file: some read the source of a tool.
+    (tmp_path / "harness.py").write_text(BEGIN + program)
+    run = 'import runpy; runpy.run_path("harness.py", run_name="__main__")'
+    printed = run_in_clients(run, agent.grant["base_url"], agent.grant["key"], folder=tmp_path, **own)
     assert "fine" in printed, printed
     agent.check()
 
 
-def test_aider_edits_a_file_until_its_tests_pass_and_leaves_one_whole_path(counter: Counter, tmp_path: Path) -> None:
+def test_aider_edits_a_file_until_its_tests_pass_and_each_prompt_that_shows_the_file_anew_is_a_root(
+    counter: Counter, tmp_path: Path
+) -> None:
     agent = Scripted(counter, EDITS)
     (tmp_path / "hello.py").write_text("print(0)\n")
     options = [
@@ -249,4 +258,4 @@ def test_aider_edits_a_file_until_its_tests_pass_and_leaves_one_whole_path(count
     )
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert (tmp_path / "hello.py").read_text() == "print(2)\n", ran.stdout[-3000:]
-    agent.check()
+    agent.check(roots=True)
