@@ -1,5 +1,6 @@
 # docker buildx bake -f deploy/docker-bake.hcl            light, judge and cpu
 # docker buildx bake -f deploy/docker-bake.hcl gpu
+# docker buildx bake -f deploy/docker-bake.hcl torch      trainer, value-estimation and tinker without an engine
 # REGISTRY=registry.example.org/spo/ VERSION=0.1.0 docker buildx bake -f deploy/docker-bake.hcl --push
 # Into this machine's Docker, which holds one platform and no attestations:
 #   docker buildx bake -f deploy/docker-bake.hcl --load --set '*.platform=linux/amd64' --set '*.attest='
@@ -52,6 +53,14 @@ target "cpu" {
   dockerfile = "deploy/Dockerfile.cpu"
   args       = { PIP_EXTRA_INDEX_URL = PIP_EXTRA_INDEX_URL }
   tags       = ["${REGISTRY}spo-cpu:${VERSION}"]
+}
+
+target "torch" {
+  inherits   = ["family"]
+  platforms  = split(",", ENGINE_PLATFORMS)
+  dockerfile = "deploy/Dockerfile.torch"
+  args       = { PIP_EXTRA_INDEX_URL = PIP_EXTRA_INDEX_URL }
+  tags       = ["${REGISTRY}spo-torch:${VERSION}"]
 }
 
 target "gpu" {

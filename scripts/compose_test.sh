@@ -2,7 +2,7 @@
 # Build the images, run the toy job in docker compose, scale inference and kill every service on the way, tear down.
 # Needs a Docker engine and compose v2 (docker compose, or the path of its binary in COMPOSE). Images and bases are
 # chosen by the variables of docker-compose.yml; COMPOSE_BUILD=no takes images that are there; STEPS is the length of the
-# job, which has to be at work still when the last replica has left.
+# job, which has to be at work still at the last kill; KILLED names the services that are killed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

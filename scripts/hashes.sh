@@ -23,6 +23,7 @@ mkdir -p constraints/hashed
 # Light images are built for two platforms, and for Python 3.11 or newer.
 resolve judge cpu.txt --extra judge --extra tasks --universal --python-version 3.11
 resolve light cpu.txt --extra judge --extra tasks --extra orchestrator --extra replay --universal --python-version 3.11
+resolve torch cpu.txt --extra torch --find-links "$CPU_WHEELS" --python-version 3.11 --python-platform x86_64-manylinux_2_28
 resolve cpu cpu.txt --extra cpu --find-links "$CPU_WHEELS" --python-version 3.11 --python-platform x86_64-manylinux_2_28
 # vLLM asks for a certifi that the package index does not have yet.
 grep '^certifi==' constraints/cpu.txt >"$overrides"

@@ -1,10 +1,10 @@
 """`make images-test`: builds the images on an engine and looks at each of them from inside, confined as a pod is.
 
 Standard library only, since it runs wherever an engine does. ENGINE names it (docker, podman, or a path); IMAGES the
-images (default "judge light", which are built within minutes; cpu and gpu too); BUILD=no takes images that are there;
-BUILD_OPTIONS goes to `build`. Each image: its user and process 1, each role's modules load and no other role is there,
-its packages are the hashed pins of constraints/hashed, nothing lies in it that should not, and `spo doctor` says the
-judge's tier.
+images (default "judge light", which are built within minutes; torch, cpu and gpu too); BUILD=no takes images that are
+there; BUILD_OPTIONS goes to `build`. Each image: its user and process 1, each command of `spo` and each module of its
+roles starts and no other role is there, its packages are the hashed pins of constraints/hashed, nothing lies in it that
+should not, and `spo doctor` says the judge's tier.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ COMMAND_SECONDS = 3600
 IMAGES = {
     "judge": ("light", ("sandbox_judge",)),
     "light": ("light", ("agent_runner", "orchestrator", "replay_buffer", "sandbox_judge", "verifier")),
+    "torch": ("torch", ("tinker", "trainer", "value_estimation")),
     "cpu": ("cpu", ("inference", "tinker", "trainer", "value_estimation")),
     "gpu": ("gpu", ("inference", "tinker", "trainer", "value_estimation")),
 }
@@ -42,7 +43,8 @@ UNWANTED = {
     "a compiler": r"/bin/(gcc|g\+\+|cc|c\+\+|clang|cc1)(-\d+)?$",
     "a package manager of Python": r"/site-packages/(pip|uv)/__init__\.py$",
 }
-# Runs in the image, with the roles' names.
+# Run in the image, with the roles' names.
+STARTS = Path(__file__).with_name("image_starts.py")
 LOOK = """
 import importlib, json, os, re, sys
 from importlib import metadata
@@ -141,12 +143,16 @@ def looked_at(engine: Engine, image: str) -> list[str]:
     inside = ["--entrypoint", "tini", tag, "--", "python", "-c", LOOK, ",".join(roles)]
     look = json.loads(engine.ask(*confined, *inside))
     faults += [f"role {role}: {error}" for role, error in look["faults"].items()]
-    if dockerfile == "light" and sorted(look["roles"]) != sorted(roles):
+    if dockerfile in ("light", "torch") and sorted(look["roles"]) != sorted(roles):
         faults.append(f"roles {sorted(look['roles'])} instead of {sorted(roles)}")
     if (look["uid"], look["init"]) != (10001, "tini"):
         faults.append(f"runs as {look['uid']} under {look['init']}")
     listed = (ROOT / "constraints" / "hashed" / f"{image}.txt").read_text()
     faults += [f"package {each}" for each in unpinned(look["packages"], pins(listed))]
+    starts = ["--entrypoint", "tini", tag, "--", "python", "-c", STARTS.read_text(), *roles]
+    # The last line: libraries may say something of their own.
+    started = json.loads(engine.ask(*confined, *starts).splitlines()[-1])
+    faults += [f"{what}: {why}" for what, why in started["faults"].items()]
     # As root, so that it sees all.
     seeing = ["run", "--rm", "--network", "none", "--user", "0", "--entrypoint", "find"]
     files = engine.ask(*seeing, tag, "/", "-xdev", "-type", "f", "-size", "+0")
@@ -156,7 +162,8 @@ def looked_at(engine: Engine, image: str) -> list[str]:
         tier = tier_of(json.loads(answer))
     except ValueError:
         return [*faults, "`spo doctor` does not answer"]
-    print(f"spo-{image}: {len(look['packages'])} packages, {', '.join(roles)}; tier {tier or 'none'}", flush=True)
+    counted = f"{len(look['packages'])} packages, {started['commands']} commands, {', '.join(roles)}"
+    print(f"spo-{image}: {counted}; tier {tier or 'none'}", flush=True)
     return faults + (["the judge finds no isolation"] if image == "judge" and not tier else [])
 
 

@@ -71,6 +71,18 @@ def test_images_are_taken_by_digest_where_there_is_one() -> None:
     assert pods(rendered("default"))["inference"]["containers"][0]["image"] == "spo-cpu:0.1.0"
 
 
+def test_services_without_an_engine_take_an_image_without_one(helm: Helm) -> None:
+    torch = {"image": "registry.example.org/spo/spo-torch:0.1.0"}
+    tinker = {"enabled": True} | torch
+    chosen = pods(helm.install({"trainer": torch, "valueEstimation": torch, "tinker": tinker}))
+    images = {name: pod["containers"][0]["image"] for name, pod in chosen.items()}
+    others = {name: image for name, image in images.items() if name not in ("trainer", "value-estimation", "tinker")}
+    assert {images[name] for name in images.keys() - others.keys()} == {torch["image"]}
+    assert len(images) == len(others) + 3
+    assert torch["image"] not in others.values()
+    assert images["inference"] == "spo-cpu:0.1.0"
+
+
 def test_a_probe_of_ones_own_replaces_how_is_asked_and_keeps_the_rest(helm: Helm) -> None:
     probes = {
         "livenessProbe": {"exec": {"command": ["true"]}},

@@ -19,6 +19,7 @@ SLIM = ROOT / "deploy" / "slim_venv.sh"
 STAGES = {
     "judge": ("light", "build-judge"),
     "light": ("light", "build-light"),
+    "torch": ("torch", "sources"),
     "cpu": ("cpu", "sources"),
     "gpu": ("gpu", "sources"),
 }

