@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import redis
 
-from services.replay_buffer.sampling_index import FOLLOWED_POSITION, SamplingIndex
+from services.replay_buffer.sampling_index import FOLLOWED_POSITION, RunChanges, SamplingIndex
 from services.replay_buffer.store import ReplayStore, SampledPayload
 from services.replay_buffer.windows import (
     SOURCES,
@@ -25,10 +21,9 @@ from services.replay_buffer.windows import (
     source_name,
     without_mark,
 )
-from spo import observability, redis_keys
+from spo import observability
 from spo.algorithm.replay_sampling import exact_counts
 from spo.errors import Conflict, FieldViolation, IntegrityError, InvalidInput, NotReady, PreconditionFailed
-from spo.messaging.redis_client import RedisClient
 from spo.observability import get_logger
 from spo.rpc.server import LongPolls
 from spo.spec.job_spec import SourceMix
@@ -36,8 +31,6 @@ from spo.spec.section import LIVE_SOURCES
 from spo.v1.replay_service_pb2 import SampleBatchRequest
 
 log = get_logger("sampling")
-
-POLL_SECONDS = 0.1
 
 # What changes without a counter of the run, such as values of prompts, is seen after this.
 RETRY_SECONDS = 1.0
@@ -52,70 +45,6 @@ WAYS_OUT = {
     "annotated": "set value.pivotal",
     "shared": "name another run in rollout.follow",
 }
-
-
-class RunChanges:
-    """The counters of the runs that somebody waits for, read in one thread that ends when nobody waits."""
-
-    def __init__(self, client: RedisClient) -> None:
-        self._client = client
-        self._changed = threading.Condition()
-        self._waiting: Counter[str] = Counter()
-        self._counters: dict[str, list[bytes | None]] = {}
-        self._moves: Counter[str] = Counter()
-        self._reader: threading.Thread | None = None
-
-    @contextmanager
-    def watched(self, run_id: str) -> Iterator[None]:
-        """Read this run's counters while the body runs."""
-        with self._changed:
-            self._waiting[run_id] += 1
-            if self._reader is None:
-                self._reader = threading.Thread(target=self._read, name="run-changes", daemon=True)
-                self._reader.start()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._waiting[run_id] -= 1
-                if not self._waiting[run_id]:
-                    del self._waiting[run_id], self._moves[run_id]
-                    self._counters.pop(run_id, None)
-
-    def moves(self, run_id: str) -> int:
-        """How often the counters of a watched run were seen to change."""
-        with self._changed:
-            return self._moves[run_id]
-
-    def wait_beyond(self, run_id: str, moves: int, timeout_seconds: float) -> None:
-        """Return when a watched run's counters have changed more often than this, or after the timeout."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._moves[run_id] != moves, timeout_seconds)
-
-    def _read(self) -> None:
-        while True:
-            with self._changed:
-                run_ids = list(self._waiting)
-                if not run_ids:
-                    self._reader = None
-                    return
-            try:
-                with self._client.pipeline(transaction=False) as pipe:
-                    for run_id in run_ids:
-                        pipe.hmget(redis_keys.replay_counters(run_id), ["number", "drawn", "policy_version"])
-                    self._note(dict(zip(run_ids, pipe.execute(), strict=True)))
-            except redis.RedisError as error:
-                # Those who wait ask again by themselves, and then meet the same error.
-                log.debug("cannot read the counters of runs", reason=str(error)[:200])
-            time.sleep(POLL_SECONDS)
-
-    def _note(self, read: dict[str, list[bytes | None]]) -> None:
-        with self._changed:
-            for run_id, counters in read.items():
-                if run_id in self._waiting and self._counters.get(run_id) != counters:
-                    self._counters[run_id] = counters
-                    self._moves[run_id] += 1
-            self._changed.notify_all()
 
 
 @dataclass(frozen=True)
@@ -149,8 +78,15 @@ class BatchSampler:
             self._indices.pop(oldest, None)
         return found
 
-    def sample(self, request: SampleBatchRequest, wanted: Callable[[], bool] = lambda: True) -> list[SampledPayload]:
+    def sample(
+        self,
+        request: SampleBatchRequest,
+        wanted: Callable[[], bool] = lambda: True,
+        positions: Sequence[int] = (),
+    ) -> list[SampledPayload]:
         """Return the step's batch, waiting at most wait_seconds for experience, while it is wanted.
+
+        positions: return only what stands at these places of it, which are less than its size.
 
         Raises NotReady (names the source and its counts), PreconditionFailed when a source will never have anything,
         InvalidInput on an impossible mix, Conflict when the step already got a batch of another size, NotFound.
@@ -162,7 +98,8 @@ class BatchSampler:
             raise Conflict(
                 f"step {request.step} was given {len(sampled)} trajectories before, not {request.batch_size}"
             )
-        return self._with_payloads(request, index, sampled)
+        chosen = [sampled[position] for position in positions] if positions else sampled
+        return self._with_payloads(request, index, chosen)
 
     def _draw_when_ready(
         self,

@@ -11,7 +11,7 @@ import grpc
 from services.replay_buffer.archive import BATCHES_KEPT, ArchivedTrajectories
 from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.sampling_index import SamplingIndex
-from services.replay_buffer.store import StorageMonitor, encode_batch, encode_parts
+from services.replay_buffer.store import StorageMonitor, encode_batch, encode_outlines, encode_parts
 from services.replay_buffer.windows import SOURCES, Limiter, source_name
 from spo.errors import FieldViolation, InvalidInput, NotFound
 from spo.rpc.client import CHUNK_BYTES
@@ -73,8 +73,13 @@ class ReplayService(ReplayServiceServicer):
         return encode_batch(self.sampler.sample(request, wanted=lambda: context.is_active()))
 
     def StreamBatch(self, request: replay.StreamBatchRequest, context: grpc.ServicerContext) -> Iterator[bytes]:  # type: ignore[override]
-        batch = self.sampler.sample(request.batch, wanted=lambda: context.is_active())
-        yield from encode_parts(batch, without_texts=request.without_texts)
+        if not all(0 <= position < request.batch.batch_size for position in request.positions):
+            place = FieldViolation("/positions", f"must be in [0, {request.batch.batch_size})")
+            raise InvalidInput("a position is outside the batch", violations=(place,))
+        batch = self.sampler.sample(request.batch, lambda: context.is_active(), request.positions)
+        yield from (
+            encode_outlines(batch) if request.outlines else encode_parts(batch, without_texts=request.without_texts)
+        )
 
     def GetReplayStatus(
         self, request: replay.GetReplayStatusRequest, context: grpc.ServicerContext

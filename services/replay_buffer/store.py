@@ -40,7 +40,7 @@ from spo.spec.reward import has_succeeded
 from spo.spec.section import ESTIMATED, TERMINAL, decode_state
 from spo.tasks.problem import extract_program
 from spo.v1.prompt_pb2 import SOURCE_MEMORY, SOURCE_ONLINE, SOURCE_SHARED, SOURCE_UNSPECIFIED, Source
-from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
+from spo.v1.replay_service_pb2 import Outline, SampleBatchResponse, SampledTrajectory
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_INTERNAL_ERROR, OUTCOME_UNSPECIFIED
 
@@ -248,6 +248,9 @@ _VALUE = struct.Struct("<BdBd")
 _QHAT_0_TAG = SampledTrajectory.QHAT_0_FIELD_NUMBER << 3 | _DOUBLE
 _ERROR_TAG = SampledTrajectory.QHAT_0_ERROR_FIELD_NUMBER << 3 | _DOUBLE
 
+# What a trajectory holds by token, and what training does not read.
+BY_TOKEN = ("prompt_token_ids", "response_token_ids", "sampling_logprobs", "reference_logprobs", "response_text")
+
 # A script holds up every other client while it runs.
 CHUNK_TRAJECTORIES = 256
 CHUNK_BYTES = 2 << 20
@@ -279,6 +282,15 @@ def without_text(payload: bytes) -> bytes:
     trajectory = Trajectory.FromString(payload)
     trajectory.ClearField("response_text")
     return trajectory.SerializeToString()
+
+
+def outline_of(sampled: SampledPayload) -> SampledTrajectory:
+    """A sampled trajectory without what grows with its tokens, and how many these are."""
+    trajectory = sampled.trajectory
+    counts = Outline(prompt_tokens=len(trajectory.prompt_token_ids), response_tokens=len(trajectory.response_token_ids))
+    for name in BY_TOKEN:
+        trajectory.ClearField(name)
+    return SampledTrajectory(trajectory=trajectory, qhat_0=sampled.qhat_0, qhat_0_error=sampled.error, outline=counts)
 
 
 class PayloadCache:
@@ -320,6 +332,13 @@ def encode_parts(batch: Sequence[SampledPayload], *, without_texts: bool) -> Ite
         batch = [each._replace(payload=without_text(each.payload)) for each in batch]
     for part in chunks_by_bytes([len(each.payload) for each in batch], PART_BYTES):
         yield encode_batch(batch[part])
+
+
+def encode_outlines(batch: Sequence[SampledPayload]) -> Iterator[bytes]:
+    """Like `encode_parts`, of outlines."""
+    outlines = [outline_of(each) for each in batch]
+    for part in chunks_by_bytes([each.ByteSize() for each in outlines], PART_BYTES):
+        yield SampleBatchResponse(batch=outlines[part]).SerializeToString()
 
 
 def encode_batch(batch: Iterable[SampledPayload]) -> bytes:

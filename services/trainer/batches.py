@@ -11,27 +11,31 @@ pass ends in collectives. Where the loss compares the trajectories of a prompt, 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import TypeVar
 
 import numpy as np
 import torch
 
 from services.trainer.ranks import Ranks
-from spo.algorithm.collapse_guard import SAMPLER_MISMATCH
+from spo.algorithm.collapse_guard import ALARMS, SAMPLER_MISMATCH, CollapseLimits, StepHealth, collapse_alarms
 from spo.algorithm.objectives import Difference, TokenBatch, advantages, batch_diagnostics, effective_sample_share
 from spo.algorithm.values import q_of_two_rewards
-from spo.errors import IntegrityError, InvalidInput, PreconditionFailed
-from spo.model.chat import Mask, branch_lengths, segment_faults, trained_mask, trained_tokens
+from spo.errors import IntegrityError, InvalidInput, NotReady, PreconditionFailed, SpoError
+from spo.model.chat import Mask, branch_lengths, lengths_of_branches, segment_faults, trained_mask, trained_tokens
+from spo.observability import TRAINER_COLLAPSE_ALARMS, get_logger
 from spo.rpc.client import RpcClient
-from spo.spec.job_spec import JobSpec, RewardSpec, TrainerSpec
+from spo.spec.job_spec import CollapseGuardSpec, JobSpec, RewardSpec, TrainerSpec
 from spo.spec.reward import qhat_0_of_group
 from spo.spec.section import AlgorithmSpec, wire_name
 from spo.v1 import replay_service_pb2 as wire
 from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_SHARED, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_LENGTH, Annotation, Trajectory
+
+log = get_logger("batches")
 
 # Beyond the wait for experience: for an answer, and for gigabytes of it over a slow network.
 ANSWER_SECONDS = 10.0
@@ -46,16 +50,39 @@ MOST_SOURCES = 16
 
 
 @dataclass(frozen=True)
+class Outlined:
+    """Of a row whose tokens are with the replay buffer: its place in the step's batch, and how many tokens it has."""
+
+    position: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
 class TrainingSample:
     """One sampled trajectory; `group` numbers its prompt within the whole batch.
 
-    qhat_0_error: the standard error of qhat_0, reward units; 0 where none is told.
+    qhat_0_error: the standard error of qhat_0, reward units; 0 where none is told. outlined: the tokens are not here.
     """
 
     trajectory: Trajectory
     qhat_0: float
     group: int
     qhat_0_error: float = 0.0
+    outlined: Outlined | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.outlined.prompt_tokens if self.outlined else len(self.trajectory.prompt_token_ids)
+
+    @property
+    def response_tokens(self) -> int:
+        return self.outlined.response_tokens if self.outlined else len(self.trajectory.response_token_ids)
+
+    @property
+    def branches(self) -> list[int]:
+        """Tokens of each sequence that a forward sees of it."""
+        return lengths_of_branches(self.trajectory.segments, self.prompt_tokens, self.response_tokens)
 
 
 # Rows that stay together: a group where the loss compares its trajectories, else a single one.
@@ -69,11 +96,12 @@ def is_anchored(trajectory: Trajectory) -> bool:
 
 @dataclass(frozen=True)
 class ReplayClient:
-    """The replay buffer as the trainer sees it."""
+    """The replay buffer as the trainer sees it. outlines: `whole` fetches the tokens of a batch, `sample` does not."""
 
     client: RpcClient
     run_id: str
     spec: JobSpec
+    outlines: bool = False
 
     def sample(
         self, step: int, policy_version: int, wait_seconds: float, refreshed: Mapping[str, float] | None
@@ -83,18 +111,10 @@ class ReplayClient:
         refreshed: Qhat_0 by prompt id under a later reference than the model folder, which then counts. A prompt that
         has none there is left out of the batch: pi0's value beside the log-probs of another reference is no residual.
         """
-        batch_size = self.spec.trainer.batch_size
-        request = wire.SampleBatchRequest(
-            run_id=self.run_id,
-            batch_size=batch_size,
-            step=step,
-            seed=self.spec.seed,
-            policy_version=policy_version,
-            wait_seconds=wait_seconds,
-        )
+        request = self._request(step, policy_version, wait_seconds)
         batch = self._received(request)
-        if len(batch) != batch_size:
-            raise IntegrityError(f"asked for {batch_size} trajectories, got {len(batch)}")
+        if len(batch) != request.batch_size:
+            raise IntegrityError(f"asked for {request.batch_size} trajectories, got {len(batch)}")
         groups: dict[str, int] = {}
         return [
             TrainingSample(
@@ -103,14 +123,51 @@ class ReplayClient:
                 groups.setdefault(sampled.trajectory.prompt_id, len(groups)),
                 # Those of later references are not told.
                 sampled.qhat_0_error if refreshed is None and not sampled.trajectory.HasField("anchor") else 0.0,
+                _outlined(position, sampled),
             )
-            for sampled in batch
+            for position, sampled in enumerate(batch)
             if refreshed is None or sampled.trajectory.prompt_id in refreshed
         ]
 
+    def whole(self, rows: Iterable[TrainingSample], step: int, policy_version: int) -> dict[int, TrainingSample]:
+        """Outlined rows of the step's batch with their tokens, by position.
+
+        Raises NotReady where the batch of the step is another one by now: Redis may have lost its record.
+        """
+        outlined = {row.outlined.position: row for row in rows if row.outlined}
+        if not outlined:
+            return {}
+        request = self._request(step, policy_version, 0.0)
+        wanted = wire.StreamBatchRequest(batch=request, without_texts=True, positions=sorted(outlined))
+        parts = self.client.stream("StreamBatch", wanted, ANSWER_SECONDS + TRANSFER_SECONDS)
+        sent = [each.trajectory for part in parts for each in part.batch]
+        found = dict(zip(wanted.positions, sent, strict=False))
+        same = [found[at].trajectory_id == row.trajectory.trajectory_id for at, row in outlined.items() if at in found]
+        if not all(same) or len(sent) != len(outlined):
+            raise NotReady(f"the batch of step {step} is no longer the one that was cut over the ranks")
+        return {at: replace(row, trajectory=found[at], outlined=None) for at, row in outlined.items()}
+
+    def faults(self, rows: Sequence[TrainingSample]) -> dict[str, str]:
+        """`faults` by what the job's spec needs of each trajectory."""
+        cached_reference = self.spec.trainer.reference != "in_trainer"
+        return faults(rows, cached_reference=cached_reference, behaviour=self.spec.algorithm.needs_behaviour)
+
+    def _request(self, step: int, policy_version: int, wait_seconds: float) -> wire.SampleBatchRequest:
+        return wire.SampleBatchRequest(
+            run_id=self.run_id,
+            batch_size=self.spec.trainer.batch_size,
+            step=step,
+            seed=self.spec.seed,
+            policy_version=policy_version,
+            wait_seconds=wait_seconds,
+        )
+
     def _received(self, request: wire.SampleBatchRequest) -> list[wire.SampledTrajectory]:
-        """The batch in parts, without texts; from a replay buffer of an older version as one message, if it fits."""
-        wanted = wire.StreamBatchRequest(batch=request, without_texts=True)
+        """The batch in parts, without texts; from a replay buffer of an older version as one message, if it fits.
+
+        One that knows no outlines sends the tokens too.
+        """
+        wanted = wire.StreamBatchRequest(batch=request, without_texts=True, outlines=self.outlines)
         deadline_seconds = request.wait_seconds + ANSWER_SECONDS
         try:
             parts = self.client.stream("StreamBatch", wanted, deadline_seconds + TRANSFER_SECONDS)
@@ -125,6 +182,51 @@ class ReplayClient:
         if sampled.trajectory.HasField("anchor"):
             return qhat_0_of_group(sampled.trajectory.anchor.rewards, self.spec.algorithm)
         return sampled.qhat_0 if refreshed is None else refreshed[sampled.trajectory.prompt_id]
+
+
+def _outlined(position: int, sampled: wire.SampledTrajectory) -> Outlined | None:
+    if not sampled.HasField("outline"):
+        return None
+    return Outlined(position, sampled.outline.prompt_tokens, sampled.outline.response_tokens)
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """A rank's minibatches with the tokens of their rows. On all ranks alike: what kept any from its rows, and faults.
+
+    faults: trajectory id -> why no loss may be computed from it, of the whole batch.
+    """
+
+    minibatches: Sequence[Minibatch]
+    problem: SpoError | None = None
+    faults: dict[str, str] = field(default_factory=dict)
+
+
+def fetch_own_rows(
+    ranks: Ranks, replay: ReplayClient, minibatches: Sequence[Minibatch], step: int, policy_version: int
+) -> OwnRows:
+    """Every rank fetches the rows of its minibatches, which all ranks call together."""
+    own = OwnRows(minibatches)
+    try:
+        passes = [each for minibatch in minibatches for each in minibatch.micro_batches]
+        found = replay.whole((row for each in passes for row in each.rows), step, policy_version)
+        filled = [
+            replace(
+                minibatch,
+                micro_batches=[replace(each, rows=_filled_in(each.rows, found)) for each in minibatch.micro_batches],
+            )
+            for minibatch in minibatches
+        ]
+        own = OwnRows(filled, faults=replay.faults(list(found.values())))
+    except SpoError as error:
+        own = OwnRows(minibatches, error)
+    everywhere = ranks.gather((own.problem, own.faults))
+    problem = next((found for found, _ in everywhere if found), None)
+    return OwnRows(own.minibatches, problem, {key: why for _, faulty in everywhere for key, why in faulty.items()})
+
+
+def _filled_in(rows: Sequence[TrainingSample], found: Mapping[int, TrainingSample]) -> list[TrainingSample]:
+    return [found[row.outlined.position] if row.outlined else row for row in rows]
 
 
 def groups_of(rows: Sequence[TrainingSample]) -> list[tuple[str, str]]:
@@ -255,7 +357,7 @@ def annotated_targets(trajectory: Trajectory, value_beta: float, reward: RewardS
 
 def length_of(row: TrainingSample) -> int:
     """Tokens of prompt and response."""
-    return len(row.trajectory.prompt_token_ids) + len(row.trajectory.response_token_ids)
+    return row.prompt_tokens + row.response_tokens
 
 
 @dataclass(frozen=True)
@@ -389,7 +491,7 @@ def _gathered(units: Sequence[Unit], limits: ForwardLimits) -> list[list[Unit]]:
     forwards: list[list[Unit]] = []
     rows = tokens = branches = 0
     for unit in sorted(units, key=_longest):
-        own = len(unit), _tokens(unit), sum(len(branch_lengths(row.trajectory)) for row in unit)
+        own = len(unit), _tokens(unit), sum(len(row.branches) for row in unit)
         rows, tokens, branches = rows + own[0], tokens + own[1], branches + own[2]
         if forwards and limits.hold(rows, tokens, branches * _longest(unit)):
             forwards[-1].append(unit)
@@ -419,7 +521,7 @@ def _tokens(unit: Unit) -> int:
 
 def _longest(unit: Unit) -> int:
     """Tokens of the longest sequence that a forward sees."""
-    return max(max(branch_lengths(row.trajectory)) for row in unit)
+    return max(max(row.branches) for row in unit)
 
 
 class UnusableBatch(Exception):
@@ -512,7 +614,7 @@ def batch_metrics(rows: Sequence[TrainingSample], policy_version: int) -> dict[s
         if trajectory.source == SOURCE_ONLINE:
             of_online = {
                 "staleness": policy_version - trajectory.policy_version_last,
-                "response_length/online": trained_tokens(trajectory),
+                "response_length/online": trained_tokens(trajectory, row.response_tokens),
                 "truncated/online": float(trajectory.finish_reason == FINISH_REASON_LENGTH),
             }
             means.add(of_online, 1)
@@ -520,7 +622,7 @@ def batch_metrics(rows: Sequence[TrainingSample], policy_version: int) -> dict[s
         means.add({name: sum(named[name]) / len(named[name])}, len(named[name]))
     return {
         **means.means([means]),
-        "tokens": float(sum(trained_tokens(row.trajectory) for row in rows)),
+        "tokens": float(sum(trained_tokens(row.trajectory, row.response_tokens) for row in rows)),
         "trajectories": float(len(rows)),
     }
 
@@ -586,3 +688,57 @@ def sampler_alarm(metrics: Mapping[str, float]) -> dict[str, str]:
         SAMPLER_MISMATCH: f"the sampler's log-probs differ from the trainer's by up to {token:.3g} nats at a token and "
         f"{total:.3g} in the sum over a response, where rounding explains {tolerance:.3g}"
     }
+
+
+class CollapseMonitor:
+    """Reports an alarm once, when it begins to sound.
+
+    Only online trajectories are judged, since they show what the policy writes now; a high log-ratio on people's
+    solutions only means that it learns from them. Response lengths are compared with those of the first `window` steps
+    of this process.
+    """
+
+    def __init__(self, spec: CollapseGuardSpec) -> None:
+        self.pauses = spec.policy == "pause"
+        self._on = spec.policy != "off"
+        self._limits = CollapseLimits(**spec.model_dump(exclude={"policy"}))
+        self._history: deque[StepHealth] = deque(maxlen=2 * spec.window)
+        self._first_lengths: list[float] = []
+        self._sounding: frozenset[str] = frozenset()
+        # From 0 on: of a count that appears with the first alarm nobody sees an increase.
+        for name in ALARMS:
+            TRAINER_COLLAPSE_ALARMS.labels(alarm=name)
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Alarms that began to sound with this step, by name with the reason in words."""
+        if not self._on:
+            return {}
+        health = _health(metrics)
+        self._history.append(health)
+        if len(self._first_lengths) < self._limits.window and math.isfinite(health.response_tokens):
+            self._first_lengths.append(health.response_tokens)
+        usual = fmean(self._first_lengths) if self._first_lengths else math.nan
+        found = collapse_alarms(list(self._history), usual, self._limits)
+        new = {name: reason for name, reason in found.items() if name not in self._sounding}
+        self._sounding = frozenset(found)
+        for name, reason in new.items():
+            log.warning("collapse alarm", alarm=name, step=step, reason=reason)
+            TRAINER_COLLAPSE_ALARMS.labels(alarm=name).inc()
+        return new
+
+    def rearm(self) -> None:
+        """Forget the recent steps: a person has resumed the run, and the alarms may sound again."""
+        self._history.clear()
+        self._sounding = frozenset()
+
+
+def _health(metrics: Mapping[str, float]) -> StepHealth:
+    """Metrics that a step lacks are nan, which sounds no alarm."""
+    return StepHealth(
+        log_ratio_nats=metrics.get("log_ratio/online", math.nan),
+        grad_norm=metrics.get("grad_norm", math.nan),
+        response_tokens=metrics.get("response_length/online", math.nan),
+        truncated_share=metrics.get("truncated/online", math.nan),
+        reward=metrics.get("reward/online", math.nan),
+        loss=metrics.get("loss", math.nan),
+    )

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 from typing import Literal, Protocol
 
 from services.trainer.batches import (
+    CollapseMonitor,
     ForwardLimits,
     Minibatch,
+    OwnRows,
     ReplayClient,
     TrainingSample,
     batch_metrics,
-    faults,
+    fetch_own_rows,
     groups_of,
     sampler_alarm,
     shares_of_ranks,
@@ -36,16 +36,14 @@ from services.trainer.lease import TRANSIENT, Attempt, JobLease
 from services.trainer.ranks import Ranks
 from services.trainer.settings import Settings
 from spo import errors, observability
-from spo.algorithm.collapse_guard import ALARMS, CollapseLimits, StepHealth, collapse_alarms
 from spo.observability import (
     POLICY_VERSION,
-    TRAINER_COLLAPSE_ALARMS,
     TRAINER_STEP_SECONDS,
     TRAINER_WAIT_SECONDS,
     get_logger,
 )
 from spo.rpc.client import RpcClient
-from spo.spec.job_spec import CollapseGuardSpec, JobSpec
+from spo.spec.job_spec import JobSpec
 from spo.v1 import orchestrator_service_pb2 as wire
 from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
 from spo.weights.broadcast import Broadcaster
@@ -55,6 +53,8 @@ log = get_logger("controller")
 
 LOG_SECONDS = 10.0
 WAIT_SECONDS = 0.5
+# A rank that did not get its rows so often in a row cannot: it may stand where no service but rank 0's is reached.
+MOST_UNFETCHED = 3
 # Commands that write files of the run.
 WRITING = ("publish", "checkpoint")
 
@@ -63,13 +63,20 @@ WRITING = ("publish", "checkpoint")
 class Command:
     """`train` on a batch; `skip` counts a quarantined batch as a step; `wait` only keeps the ranks in touch.
 
-    minibatches: this rank's part of the batch. `update_reference`: take weight version reference_version as the
-    reference.
+    minibatches: this rank's part of the batch; outlined: its tokens are still with the replay buffer.
+    `update_reference`: take weight version reference_version as the reference.
     """
 
     kind: Literal["train", "skip", "publish", "checkpoint", "update_reference", "wait", "end"]
     minibatches: Sequence[Minibatch] = ()
+    outlined: bool = False
     reference_version: int = 0
+
+    def with_rows(self, own: OwnRows) -> Command:
+        """Of `train` on rows that all ranks tried to fetch: a batch that some rank did not get is asked for again."""
+        if own.problem:
+            return Command("wait")
+        return Command("skip") if own.faults else replace(self, minibatches=own.minibatches)
 
 
 class RankRole(Protocol):
@@ -108,15 +115,20 @@ class RankRole(Protocol):
 class Follower:
     """Every rank but the first: receives commands and reports nothing."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, replay: ReplayClient) -> None:
         self._ranks = ranks
+        self._replay = replay
 
     def resumed(self, progress: TrainingProgress, *, packed: bool) -> None:
         """Rank 0 decides when to save."""
 
     def next_command(self, progress: TrainingProgress) -> Command:
-        """Wait for rank 0's decision."""
-        return self._ranks.scatter(None)
+        """Wait for rank 0's decision, and fetch this rank's rows."""
+        command: Command = self._ranks.scatter(None)
+        if not command.outlined:
+            return command
+        step, version = progress.step + 1, progress.published_version
+        return command.with_rows(fetch_own_rows(self._ranks, self._replay, command.minibatches, step, version))
 
     def step_done(self, progress: TrainingProgress, result: StepResult) -> None:
         """Rank 0 reports."""
@@ -141,60 +153,6 @@ class Follower:
 
     def conclude(self, progress: TrainingProgress) -> None:
         """Rank 0 gives the job back."""
-
-
-class CollapseMonitor:
-    """Reports an alarm once, when it begins to sound.
-
-    Only online trajectories are judged, since they show what the policy writes now; a high log-ratio on people's
-    solutions only means that it learns from them. Response lengths are compared with those of the first `window` steps
-    of this process.
-    """
-
-    def __init__(self, spec: CollapseGuardSpec) -> None:
-        self.pauses = spec.policy == "pause"
-        self._on = spec.policy != "off"
-        self._limits = CollapseLimits(**spec.model_dump(exclude={"policy"}))
-        self._history: deque[StepHealth] = deque(maxlen=2 * spec.window)
-        self._first_lengths: list[float] = []
-        self._sounding: frozenset[str] = frozenset()
-        # From 0 on: of a count that appears with the first alarm nobody sees an increase.
-        for name in ALARMS:
-            TRAINER_COLLAPSE_ALARMS.labels(alarm=name)
-
-    def check(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Alarms that began to sound with this step, by name with the reason in words."""
-        if not self._on:
-            return {}
-        health = _health(metrics)
-        self._history.append(health)
-        if len(self._first_lengths) < self._limits.window and math.isfinite(health.response_tokens):
-            self._first_lengths.append(health.response_tokens)
-        usual = fmean(self._first_lengths) if self._first_lengths else math.nan
-        found = collapse_alarms(list(self._history), usual, self._limits)
-        new = {name: reason for name, reason in found.items() if name not in self._sounding}
-        self._sounding = frozenset(found)
-        for name, reason in new.items():
-            log.warning("collapse alarm", alarm=name, step=step, reason=reason)
-            TRAINER_COLLAPSE_ALARMS.labels(alarm=name).inc()
-        return new
-
-    def rearm(self) -> None:
-        """Forget the recent steps: a person has resumed the run, and the alarms may sound again."""
-        self._history.clear()
-        self._sounding = frozenset()
-
-
-def _health(metrics: Mapping[str, float]) -> StepHealth:
-    """Metrics that a step lacks are nan, which sounds no alarm."""
-    return StepHealth(
-        log_ratio_nats=metrics.get("log_ratio/online", math.nan),
-        grad_norm=metrics.get("grad_norm", math.nan),
-        response_tokens=metrics.get("response_length/online", math.nan),
-        truncated_share=metrics.get("truncated/online", math.nan),
-        reward=metrics.get("reward/online", math.nan),
-        loss=metrics.get("loss", math.nan),
-    )
 
 
 @dataclass
@@ -241,7 +199,9 @@ class Controller:
             patience_seconds=settings.patience_seconds,
             stop=context.stop,
         )
-        self._replay = ReplayClient(context.replay, grant.run_id, spec)
+        self._replay = ReplayClient(context.replay, grant.run_id, spec, outlines=ranks.world_size > 1)
+        # How often in a row a rank did not get its rows.
+        self._unfetched = 0
         self._outcome: RunOutcome | None = None
         self._limits = ForwardLimits.of(spec.trainer, packed=False)
         # The batch that is being learned from.
@@ -280,7 +240,26 @@ class Controller:
             command = self._await(pending)
         self._command_started = time.monotonic()
         shares = shares_of_ranks(self._rows, self._spec, self._ranks.world_size, self._limits)
-        return self._ranks.scatter([replace(command, minibatches=share) for share in shares])
+        outlined = any(row.outlined for row in self._rows)
+        command = self._ranks.scatter([replace(command, minibatches=share, outlined=outlined) for share in shares])
+        return self._with_own_rows(command, progress) if command.outlined else command
+
+    def _with_own_rows(self, command: Command, progress: TrainingProgress) -> Command:
+        step, version = progress.step + 1, progress.published_version
+        own = fetch_own_rows(self._ranks, self._replay, command.minibatches, step, version)
+        self._unfetched = self._unfetched + 1 if own.problem else 0
+        if own.problem:
+            log.warning("a rank did not get its rows; the step is asked for again", step=step, reason=str(own.problem))
+            self._span.end("unfetched")
+            if not isinstance(own.problem, TRANSIENT):
+                self._outcome = RunOutcome("no batch", own.problem.code, own.problem.message, give_back=True)
+            if self._unfetched >= MOST_UNFETCHED:
+                log.error("ranks do not reach the replay buffer: rank 0 fetches for all from now on", step=step)
+                self._replay = replace(self._replay, outlines=False)
+            self._stop.wait(WAIT_SECONDS)
+        elif own.faults:
+            self._quarantine(step, self._rows, str(own.faults))
+        return command.with_rows(own)
 
     def _still_owns(self) -> bool:
         with self.owning():
@@ -371,11 +350,8 @@ class Controller:
         self._span.link(groups_of(rows))
         self._wait_seconds = time.monotonic() - self._waiting_since
         TRAINER_WAIT_SECONDS.observe(self._wait_seconds)
-        found = faults(
-            rows,
-            cached_reference=self._spec.trainer.reference != "in_trainer",
-            behaviour=self._spec.algorithm.needs_behaviour,
-        )
+        # Of outlines each rank looks at its own, once their tokens are there.
+        found = {} if any(row.outlined for row in rows) else self._replay.faults(rows)
         if found or not rows:
             self._quarantine(step, rows, str(found or "no prompt of the batch has a value under the reference"))
             return Command("skip")

@@ -16,6 +16,7 @@ import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
+from services.trainer.batches import ReplayClient
 from services.trainer.checkpoints import (
     CheckpointPlace,
     SavedCheckpoint,
@@ -98,10 +99,12 @@ def _report_earlier_death(context: TrainerContext, grant: LeaseJobResponse, sett
 def follow_jobs(ranks: Ranks, settings: Settings) -> None:
     """Every other rank: work on the jobs that rank 0 leases, until it stops."""
     grant: LeaseJobResponse | None
+    replay = RpcClient("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
     while (grant := ranks.share(None)) is not None:
         if grant.run_id:
-            attempt = _attempt(ranks, settings, grant)
-            _work_on(ranks, settings, grant, spec_from_json(grant.spec_json), Follower(ranks), attempt)
+            attempt, spec = _attempt(ranks, settings, grant), spec_from_json(grant.spec_json)
+            role = Follower(ranks, ReplayClient(replay, grant.run_id, spec))
+            _work_on(ranks, settings, grant, spec, role, attempt)
 
 
 def _attempt(ranks: Ranks, settings: Settings, grant: LeaseJobResponse) -> Attempt:

@@ -14,7 +14,7 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 
 class Settings(ServiceSettings, service="trainer"):
-    """Fields of every rank; only rank 0 talks to other services."""
+    """Fields of every rank; only rank 0 talks to other services, but each fetches its rows from the replay buffer."""
 
     lease_wait_seconds: float = Field(default=10, gt=0, le=20, description="Long poll for a job.")
     batch_wait_seconds: float = Field(default=2, gt=0, le=60, description="Long poll for a batch; directives wait.")

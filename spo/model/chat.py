@@ -143,15 +143,22 @@ def branch_starts(segments: Sequence[Segment]) -> tuple[int, ...]:
 
 def branch_lengths(trajectory: Trajectory) -> list[int]:
     """Tokens of each branch as the model reads it, the first one's with the prompt; of most responses one number."""
-    prompt = len(trajectory.prompt_token_ids)
-    ends = (*branch_starts(trajectory.segments), len(trajectory.response_token_ids))
-    return [end - start for start, end in pairwise((-prompt, *ends))]
+    counted = len(trajectory.prompt_token_ids), len(trajectory.response_token_ids)
+    return lengths_of_branches(trajectory.segments, *counted)
 
 
-def trained_tokens(trajectory: Trajectory) -> int:
-    """How many response tokens are learned from: what a length in tokens means everywhere after sampling."""
+def lengths_of_branches(segments: Sequence[Segment], prompt_tokens: int, response_tokens: int) -> list[int]:
+    """`branch_lengths` of a trajectory whose tokens are counted elsewhere."""
+    return [end - start for start, end in pairwise((-prompt_tokens, *branch_starts(segments), response_tokens))]
+
+
+def trained_tokens(trajectory: Trajectory, response_tokens: int | None = None) -> int:
+    """How many response tokens are learned from: what a length in tokens means everywhere after sampling.
+
+    response_tokens: how many there are, where they are not here.
+    """
     if not trajectory.segments:
-        return len(trajectory.response_token_ids)
+        return len(trajectory.response_token_ids) if response_tokens is None else response_tokens
     return sum(segment.tokens for segment in trajectory.segments if segment.kind == SEGMENT_KIND_ACTION)
 
 

@@ -231,7 +231,14 @@ class TrajectoryPool(ReplayServiceServicer):
     def StreamBatch(
         self, request: replay_wire.StreamBatchRequest, context: grpc.ServicerContext
     ) -> Iterator[replay_wire.SampleBatchResponse]:
-        for sampled in self.SampleBatch(request.batch, context).batch:
+        batch = self.SampleBatch(request.batch, context).batch
+        for sampled in [batch[position] for position in request.positions] or batch:
+            if request.outlines:
+                trajectory = sampled.trajectory
+                sampled.outline.prompt_tokens = len(trajectory.prompt_token_ids)
+                sampled.outline.response_tokens = len(trajectory.response_token_ids)
+                for name in ("prompt_token_ids", "response_token_ids", "sampling_logprobs", "reference_logprobs"):
+                    trajectory.ClearField(name)
             yield replay_wire.SampleBatchResponse(batch=[sampled])
 
 

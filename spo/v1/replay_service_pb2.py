@@ -26,7 +26,7 @@ from spo.v1 import prompt_pb2 as spo_dot_v1_dot_prompt__pb2
 from spo.v1 import trajectory_pb2 as spo_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspo/v1/replay_service.proto\x12\x06spo.v1\x1a\x13spo/v1/prompt.proto\x1a\x17spo/v1/trajectory.proto\"I\n\rAppendRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x12.spo.v1.Trajectory\"6\n\x0e\x41ppendResponse\x12\x10\n\x08inserted\x18\x01 \x01(\x05\x12\x12\n\nduplicates\x18\x02 \x01(\x05\"R\n\x0bSourceShare\x12\x1e\n\x06source\x18\x01 \x01(\x0e\x32\x0e.spo.v1.Source\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x14\n\x0c\x63orrect_only\x18\x03 \x01(\x08\"\xa4\x01\n\x12SampleBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nbatch_size\x18\x02 \x01(\x05\x12 \n\x03mix\x18\x03 \x03(\x0b\x32\x13.spo.v1.SourceShare\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x14\n\x0cwait_seconds\x18\x07 \x01(\x01\"a\n\x11SampledTrajectory\x12&\n\ntrajectory\x18\x01 \x01(\x0b\x32\x12.spo.v1.Trajectory\x12\x0e\n\x06qhat_0\x18\x02 \x01(\x01\x12\x14\n\x0cqhat_0_error\x18\x03 \x01(\x01\"?\n\x13SampleBatchResponse\x12(\n\x05\x62\x61tch\x18\x01 \x03(\x0b\x32\x19.spo.v1.SampledTrajectory\"V\n\x12StreamBatchRequest\x12)\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1a.spo.v1.SampleBatchRequest\x12\x15\n\rwithout_texts\x18\x02 \x01(\x08\"t\n\x0bSourceCount\x12\x1e\n\x06source\x18\x01 \x01(\x0e\x32\x0e.spo.v1.Source\x12\x10\n\x08inserted\x18\x02 \x01(\x03\x12\x11\n\tavailable\x18\x03 \x01(\x03\x12\x0f\n\x07sampled\x18\x04 \x01(\x03\x12\x0f\n\x07\x63orrect\x18\x05 \x01(\x03\":\n\x16GetReplayStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\x05\"\xa0\x01\n\x17GetReplayStatusResponse\x12#\n\x06\x63ounts\x18\x01 \x03(\x0b\x32\x13.spo.v1.SourceCount\x12\x1a\n\x12\x61\x64missible_inserts\x18\x02 \x01(\x03\x12\x12\n\nduplicates\x18\x03 \x01(\x03\x12\x14\n\x0c\x62\x61\x63kpressure\x18\x04 \x01(\t\x12\x1a\n\x12groups_per_replica\x18\x05 \x01(\x05\"{\n\x17ListTrajectoriesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x1e\n\x06source\x18\x03 \x01(\x0e\x32\x0e.spo.v1.Source\x12\r\n\x05limit\x18\x04 \x01(\x05\x12\x0e\n\x06\x63ursor\x18\x05 \x01(\t\"Y\n\x18ListTrajectoriesResponse\x12(\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x12.spo.v1.Trajectory\x12\x13\n\x0bnext_cursor\x18\x02 \x01(\t\"f\n\x14GetTrajectoryRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x12\n\nsteps_from\x18\x03 \x01(\x03\x12\x13\n\x0bsteps_limit\x18\x04 \x01(\x05\"u\n\x15GetTrajectoryResponse\x12&\n\ntrajectory\x18\x01 \x01(\x0b\x32\x12.spo.v1.Trajectory\x12\r\n\x05steps\x18\x02 \x03(\x03\x12\x15\n\rtimes_sampled\x18\x03 \x01(\x03\x12\x0e\n\x06\x63opies\x18\x04 \x01(\x03\"/\n\x0fGetBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"*\n\x10GetBatchResponse\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t2\x92\x04\n\rReplayService\x12\x37\n\x06\x41ppend\x12\x15.spo.v1.AppendRequest\x1a\x16.spo.v1.AppendResponse\x12\x46\n\x0bSampleBatch\x12\x1a.spo.v1.SampleBatchRequest\x1a\x1b.spo.v1.SampleBatchResponse\x12H\n\x0bStreamBatch\x12\x1a.spo.v1.StreamBatchRequest\x1a\x1b.spo.v1.SampleBatchResponse0\x01\x12R\n\x0fGetReplayStatus\x12\x1e.spo.v1.GetReplayStatusRequest\x1a\x1f.spo.v1.GetReplayStatusResponse\x12U\n\x10ListTrajectories\x12\x1f.spo.v1.ListTrajectoriesRequest\x1a .spo.v1.ListTrajectoriesResponse\x12L\n\rGetTrajectory\x12\x1c.spo.v1.GetTrajectoryRequest\x1a\x1d.spo.v1.GetTrajectoryResponse\x12=\n\x08GetBatch\x12\x17.spo.v1.GetBatchRequest\x1a\x18.spo.v1.GetBatchResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspo/v1/replay_service.proto\x12\x06spo.v1\x1a\x13spo/v1/prompt.proto\x1a\x17spo/v1/trajectory.proto\"I\n\rAppendRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12(\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x12.spo.v1.Trajectory\"6\n\x0e\x41ppendResponse\x12\x10\n\x08inserted\x18\x01 \x01(\x05\x12\x12\n\nduplicates\x18\x02 \x01(\x05\"R\n\x0bSourceShare\x12\x1e\n\x06source\x18\x01 \x01(\x0e\x32\x0e.spo.v1.Source\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x14\n\x0c\x63orrect_only\x18\x03 \x01(\x08\"\xa4\x01\n\x12SampleBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nbatch_size\x18\x02 \x01(\x05\x12 \n\x03mix\x18\x03 \x03(\x0b\x32\x13.spo.v1.SourceShare\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\x03\x12\x14\n\x0cwait_seconds\x18\x07 \x01(\x01\"\x83\x01\n\x11SampledTrajectory\x12&\n\ntrajectory\x18\x01 \x01(\x0b\x32\x12.spo.v1.Trajectory\x12\x0e\n\x06qhat_0\x18\x02 \x01(\x01\x12\x14\n\x0cqhat_0_error\x18\x03 \x01(\x01\x12 \n\x07outline\x18\x04 \x01(\x0b\x32\x0f.spo.v1.Outline\"9\n\x07Outline\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x17\n\x0fresponse_tokens\x18\x02 \x01(\x05\"?\n\x13SampleBatchResponse\x12(\n\x05\x62\x61tch\x18\x01 \x03(\x0b\x32\x19.spo.v1.SampledTrajectory\"{\n\x12StreamBatchRequest\x12)\n\x05\x62\x61tch\x18\x01 \x01(\x0b\x32\x1a.spo.v1.SampleBatchRequest\x12\x15\n\rwithout_texts\x18\x02 \x01(\x08\x12\x10\n\x08outlines\x18\x03 \x01(\x08\x12\x11\n\tpositions\x18\x04 \x03(\x05\"t\n\x0bSourceCount\x12\x1e\n\x06source\x18\x01 \x01(\x0e\x32\x0e.spo.v1.Source\x12\x10\n\x08inserted\x18\x02 \x01(\x03\x12\x11\n\tavailable\x18\x03 \x01(\x03\x12\x0f\n\x07sampled\x18\x04 \x01(\x03\x12\x0f\n\x07\x63orrect\x18\x05 \x01(\x03\":\n\x16GetReplayStatusRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\x05\"\xa0\x01\n\x17GetReplayStatusResponse\x12#\n\x06\x63ounts\x18\x01 \x03(\x0b\x32\x13.spo.v1.SourceCount\x12\x1a\n\x12\x61\x64missible_inserts\x18\x02 \x01(\x03\x12\x12\n\nduplicates\x18\x03 \x01(\x03\x12\x14\n\x0c\x62\x61\x63kpressure\x18\x04 \x01(\t\x12\x1a\n\x12groups_per_replica\x18\x05 \x01(\x05\"{\n\x17ListTrajectoriesRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tprompt_id\x18\x02 \x01(\t\x12\x1e\n\x06source\x18\x03 \x01(\x0e\x32\x0e.spo.v1.Source\x12\r\n\x05limit\x18\x04 \x01(\x05\x12\x0e\n\x06\x63ursor\x18\x05 \x01(\t\"Y\n\x18ListTrajectoriesResponse\x12(\n\x0ctrajectories\x18\x01 \x03(\x0b\x32\x12.spo.v1.Trajectory\x12\x13\n\x0bnext_cursor\x18\x02 \x01(\t\"f\n\x14GetTrajectoryRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\x12\n\nsteps_from\x18\x03 \x01(\x03\x12\x13\n\x0bsteps_limit\x18\x04 \x01(\x05\"u\n\x15GetTrajectoryResponse\x12&\n\ntrajectory\x18\x01 \x01(\x0b\x32\x12.spo.v1.Trajectory\x12\r\n\x05steps\x18\x02 \x03(\x03\x12\x15\n\rtimes_sampled\x18\x03 \x01(\x03\x12\x0e\n\x06\x63opies\x18\x04 \x01(\x03\"/\n\x0fGetBatchRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\"*\n\x10GetBatchResponse\x12\x16\n\x0etrajectory_ids\x18\x01 \x03(\t2\x92\x04\n\rReplayService\x12\x37\n\x06\x41ppend\x12\x15.spo.v1.AppendRequest\x1a\x16.spo.v1.AppendResponse\x12\x46\n\x0bSampleBatch\x12\x1a.spo.v1.SampleBatchRequest\x1a\x1b.spo.v1.SampleBatchResponse\x12H\n\x0bStreamBatch\x12\x1a.spo.v1.StreamBatchRequest\x1a\x1b.spo.v1.SampleBatchResponse0\x01\x12R\n\x0fGetReplayStatus\x12\x1e.spo.v1.GetReplayStatusRequest\x1a\x1f.spo.v1.GetReplayStatusResponse\x12U\n\x10ListTrajectories\x12\x1f.spo.v1.ListTrajectoriesRequest\x1a .spo.v1.ListTrajectoriesResponse\x12L\n\rGetTrajectory\x12\x1c.spo.v1.GetTrajectoryRequest\x1a\x1d.spo.v1.GetTrajectoryResponse\x12=\n\x08GetBatch\x12\x17.spo.v1.GetBatchRequest\x1a\x18.spo.v1.GetBatchResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,30 +41,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SOURCESHARE']._serialized_end=298
   _globals['_SAMPLEBATCHREQUEST']._serialized_start=301
   _globals['_SAMPLEBATCHREQUEST']._serialized_end=465
-  _globals['_SAMPLEDTRAJECTORY']._serialized_start=467
-  _globals['_SAMPLEDTRAJECTORY']._serialized_end=564
-  _globals['_SAMPLEBATCHRESPONSE']._serialized_start=566
-  _globals['_SAMPLEBATCHRESPONSE']._serialized_end=629
-  _globals['_STREAMBATCHREQUEST']._serialized_start=631
-  _globals['_STREAMBATCHREQUEST']._serialized_end=717
-  _globals['_SOURCECOUNT']._serialized_start=719
-  _globals['_SOURCECOUNT']._serialized_end=835
-  _globals['_GETREPLAYSTATUSREQUEST']._serialized_start=837
-  _globals['_GETREPLAYSTATUSREQUEST']._serialized_end=895
-  _globals['_GETREPLAYSTATUSRESPONSE']._serialized_start=898
-  _globals['_GETREPLAYSTATUSRESPONSE']._serialized_end=1058
-  _globals['_LISTTRAJECTORIESREQUEST']._serialized_start=1060
-  _globals['_LISTTRAJECTORIESREQUEST']._serialized_end=1183
-  _globals['_LISTTRAJECTORIESRESPONSE']._serialized_start=1185
-  _globals['_LISTTRAJECTORIESRESPONSE']._serialized_end=1274
-  _globals['_GETTRAJECTORYREQUEST']._serialized_start=1276
-  _globals['_GETTRAJECTORYREQUEST']._serialized_end=1378
-  _globals['_GETTRAJECTORYRESPONSE']._serialized_start=1380
-  _globals['_GETTRAJECTORYRESPONSE']._serialized_end=1497
-  _globals['_GETBATCHREQUEST']._serialized_start=1499
-  _globals['_GETBATCHREQUEST']._serialized_end=1546
-  _globals['_GETBATCHRESPONSE']._serialized_start=1548
-  _globals['_GETBATCHRESPONSE']._serialized_end=1590
-  _globals['_REPLAYSERVICE']._serialized_start=1593
-  _globals['_REPLAYSERVICE']._serialized_end=2123
+  _globals['_SAMPLEDTRAJECTORY']._serialized_start=468
+  _globals['_SAMPLEDTRAJECTORY']._serialized_end=599
+  _globals['_OUTLINE']._serialized_start=601
+  _globals['_OUTLINE']._serialized_end=658
+  _globals['_SAMPLEBATCHRESPONSE']._serialized_start=660
+  _globals['_SAMPLEBATCHRESPONSE']._serialized_end=723
+  _globals['_STREAMBATCHREQUEST']._serialized_start=725
+  _globals['_STREAMBATCHREQUEST']._serialized_end=848
+  _globals['_SOURCECOUNT']._serialized_start=850
+  _globals['_SOURCECOUNT']._serialized_end=966
+  _globals['_GETREPLAYSTATUSREQUEST']._serialized_start=968
+  _globals['_GETREPLAYSTATUSREQUEST']._serialized_end=1026
+  _globals['_GETREPLAYSTATUSRESPONSE']._serialized_start=1029
+  _globals['_GETREPLAYSTATUSRESPONSE']._serialized_end=1189
+  _globals['_LISTTRAJECTORIESREQUEST']._serialized_start=1191
+  _globals['_LISTTRAJECTORIESREQUEST']._serialized_end=1314
+  _globals['_LISTTRAJECTORIESRESPONSE']._serialized_start=1316
+  _globals['_LISTTRAJECTORIESRESPONSE']._serialized_end=1405
+  _globals['_GETTRAJECTORYREQUEST']._serialized_start=1407
+  _globals['_GETTRAJECTORYREQUEST']._serialized_end=1509
+  _globals['_GETTRAJECTORYRESPONSE']._serialized_start=1511
+  _globals['_GETTRAJECTORYRESPONSE']._serialized_end=1628
+  _globals['_GETBATCHREQUEST']._serialized_start=1630
+  _globals['_GETBATCHREQUEST']._serialized_end=1677
+  _globals['_GETBATCHRESPONSE']._serialized_start=1679
+  _globals['_GETBATCHRESPONSE']._serialized_end=1721
+  _globals['_REPLAYSERVICE']._serialized_start=1724
+  _globals['_REPLAYSERVICE']._serialized_end=2254
 # @@protoc_insertion_point(module_scope)

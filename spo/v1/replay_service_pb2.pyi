@@ -143,26 +143,54 @@ class SampledTrajectory(_message.Message):
     TRAJECTORY_FIELD_NUMBER: _builtins.int
     QHAT_0_FIELD_NUMBER: _builtins.int
     QHAT_0_ERROR_FIELD_NUMBER: _builtins.int
+    OUTLINE_FIELD_NUMBER: _builtins.int
     qhat_0: _builtins.float
     """Qhat_0 of its prompt in reward units, derived with the job's beta."""
     qhat_0_error: _builtins.float
     """Standard error of qhat_0, reward units; 0: unknown, or exact."""
     @_builtins.property
     def trajectory(self) -> _trajectory_pb2.Trajectory: ...
+    @_builtins.property
+    def outline(self) -> Global___Outline:
+        """Set where the trajectory is an outline: tokens, log-probs and text are left out, and so many tokens it has."""
+
     def __init__(
         self,
         *,
         trajectory: _trajectory_pb2.Trajectory | None = ...,
         qhat_0: _builtins.float = ...,
         qhat_0_error: _builtins.float = ...,
+        outline: Global___Outline | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trajectory", b"trajectory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["outline", b"outline", "trajectory", b"trajectory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["qhat_0", b"qhat_0", "qhat_0_error", b"qhat_0_error", "trajectory", b"trajectory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outline", b"outline", "qhat_0", b"qhat_0", "qhat_0_error", b"qhat_0_error", "trajectory", b"trajectory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SampledTrajectory: _TypeAlias = SampledTrajectory  # noqa: Y015
+
+@_typing.final
+class Outline(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    response_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        response_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "response_tokens", b"response_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Outline: _TypeAlias = Outline  # noqa: Y015
 
 @_typing.final
 class SampleBatchResponse(_message.Message):
@@ -190,19 +218,29 @@ class StreamBatchRequest(_message.Message):
 
     BATCH_FIELD_NUMBER: _builtins.int
     WITHOUT_TEXTS_FIELD_NUMBER: _builtins.int
+    OUTLINES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     without_texts: _builtins.bool
     """Leave response texts out: they are not learned from."""
+    outlines: _builtins.bool
+    """Outlines of the trajectories: who decides which rank learns from which needs no more."""
     @_builtins.property
     def batch(self) -> Global___SampleBatchRequest: ...
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the batch only what stands at these places, counted from 0, in this order; empty: all of it."""
+
     def __init__(
         self,
         *,
         batch: Global___SampleBatchRequest | None = ...,
         without_texts: _builtins.bool = ...,
+        outlines: _builtins.bool = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "without_texts", b"without_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "outlines", b"outlines", "positions", b"positions", "without_texts", b"without_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

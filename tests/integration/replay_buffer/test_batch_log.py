@@ -209,7 +209,7 @@ def test_the_trainer_gets_batches_that_no_message_holds_except_from_an_older_rep
     server = RpcServer("127.0.0.1", 0)
     service = kind(BatchSampler(store))
     payload = SampledPayload(long.SerializeToString(), -0.5)
-    monkeypatch.setattr(service.sampler, "sample", lambda request, wanted: [payload] * count)
+    monkeypatch.setattr(service.sampler, "sample", lambda request, wanted, positions=(): [payload] * count)
     add_ReplayServiceServicer_to_server(service, server.server)
     server.start()
     spec = parse_job_spec({"model": {"path": "/pi0"}, "trainer": {"batch_size": count}})

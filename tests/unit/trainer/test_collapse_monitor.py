@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.controller import CollapseMonitor
+from services.trainer.batches import CollapseMonitor
 from spo.spec.job_spec import CollapseGuardSpec
 
 HEALTHY = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.batches import ForwardLimits, TrainingSample, cut_into_minibatches, token_batch
+from services.trainer.batches import ForwardLimits, ReplayClient, TrainingSample, cut_into_minibatches, token_batch
 from services.trainer.controller import Follower
 from services.trainer.learner import Learner
 from services.trainer.lease import Attempt
@@ -20,12 +20,14 @@ from services.trainer.settings import Settings
 from spo.algorithm.objectives import TokenBatch
 from spo.errors import InvalidInput, NotReady
 from spo.model.logprobs import load_policy, token_logprobs
+from spo.rpc.client import RpcClient
 from spo.spec.job_spec import JobSpec
 from spo.spec.tasks import RewardSpec
 from spo.testing.runs import toy_spec
 from spo.testing.trainer import sampled_trajectories, write_random_llama
 from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.replay_service_pb2_grpc import ReplayServiceStub
 from spo.weights.model_folders import MadeModels
 
 # DeepSpeed 0.19 calls what torch 2.13 deprecates.
@@ -132,9 +134,8 @@ def test_a_teacher_that_a_fork_made_is_fetched_and_a_disk_that_cannot_take_it_is
     monkeypatch.setattr(MadeModels, "here", here)
     spec = taught_by(tiny_model_path, teacher)
     told = Settings(state_path=tmp_path)
-    run = TrainingRun(
-        ranks, told, LeaseJobResponse(), spec, Follower(ranks), Attempt(ranks, LeaseJobResponse(), tmp_path)
-    )
+    follower = Follower(ranks, ReplayClient(RpcClient("replay-buffer", "127.0.0.1:1", ReplayServiceStub), "job", spec))
+    run = TrainingRun(ranks, told, LeaseJobResponse(), spec, follower, Attempt(ranks, LeaseJobResponse(), tmp_path))
 
     with pytest.raises(NotReady, match="not writable"):
         run.carry_out()
