@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from services.trainer.batches import (
     CollapseMonitor,
@@ -94,8 +94,11 @@ class RankRole(Protocol):
     def owning(self) -> AbstractContextManager[None]:
         """Around what only the owner of the job may do."""
 
-    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
-        """The weights were stored; rank 0 gets the version."""
+    def publishing(self, publication: Future[bool]) -> None:
+        """A version is being stored while training goes on; what it gives is whether that was in vain."""
+
+    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> bool:
+        """The weights were stored; rank 0 gets the version. Returns whether it may be told of."""
 
     def checkpointed(
         self, saved: Future[SavedCheckpoint] | None, place: CheckpointPlace, progress: TrainingProgress
@@ -137,8 +140,12 @@ class Follower:
         """Rank 0 holds the lease."""
         return nullcontext()
 
-    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
+    def publishing(self, publication: Future[bool]) -> None:
+        """Rank 0 waits for it where it must."""
+
+    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> bool:
         """Rank 0 announces."""
+        return True
 
     def checkpointed(
         self, saved: Future[SavedCheckpoint] | None, place: CheckpointPlace, progress: TrainingProgress
@@ -203,6 +210,9 @@ class Controller:
         # How often in a row a rank did not get its rows.
         self._unfetched = 0
         self._outcome: RunOutcome | None = None
+        # The version that is being stored, and the newest that is announced.
+        self._publication: Future[bool] | None = None
+        self._announced = grant.next_weight_version - 1
         self._limits = ForwardLimits.of(spec.trainer, packed=False)
         # The batch that is being learned from.
         self._rows: Sequence[TrainingSample] = ()
@@ -228,16 +238,15 @@ class Controller:
 
     def next_command(self, progress: TrainingProgress) -> Command:
         """Decide what all ranks do next, and give each its part of it."""
-        self._context.weight_version = progress.published_version
+        self._context.weight_version = self._announced
         self._rows = ()
         self._report_saved(progress)
         command = self._interruption(progress) or self._due(progress) or self._next_batch(progress)
         if command.kind in WRITING and not self._still_owns():
             command = Command("end")
-        pending = self._checkpoints.pending
-        if pending and command.kind in ("checkpoint", "end") and not self._lease.lost:
-            # One at a time, and none is left behind by a trainer that goes.
-            command = self._await(pending)
+        unfinished = self._unfinished(command.kind)
+        if unfinished and not self._lease.lost:
+            command = self._await(unfinished)
         self._command_started = time.monotonic()
         shares = shares_of_ranks(self._rows, self._spec, self._ranks.world_size, self._limits)
         outlined = any(row.outlined for row in self._rows)
@@ -284,6 +293,8 @@ class Controller:
             return self._save_and_wait(progress)
         trainer = self._spec.trainer
         done = progress.step >= trainer.steps
+        if self._was_in_vain() and self._checkpoints.may_write():
+            return Command("publish")
         if progress.weight_step != progress.step and (progress.step % trainer.update_interval == 0 or done):
             return Command("publish") if self._checkpoints.may_write() else self._pause_a_little()
         saved = self._checkpoints.settled(progress.step)
@@ -298,12 +309,33 @@ class Controller:
                 return Command("checkpoint")
             case wire.DIRECTIVE_PAUSE:
                 return self._save_and_wait(progress)
+        if done and self._publication and (self._was_in_vain() or not self._publication.done()):
+            return self._await([self._publication])
         return self._end(RunOutcome("all steps done", give_back=True)) if done else None
 
-    def _await(self, pending: PendingCheckpoint) -> Command:
-        if self._lease.directive == wire.DIRECTIVE_CANCEL:
+    def _was_in_vain(self) -> bool:
+        return self._publication is not None and self._publication.done() and self._publication.result()
+
+    def _unfinished(self, kind: str) -> list[Future[Any]]:
+        """What is to be there before such a command: one version and one checkpoint are on their way at a time, and
+        none is left behind by a trainer that goes.
+        """
+        publication, pending = self._publication, self._checkpoints.pending
+        found: list[Future[Any]] = []
+        if pending and kind in ("checkpoint", "end"):
+            found.append(pending.saved)
+        # A checkpoint names its version, which is to be announced before it is reported.
+        if publication and not publication.done() and (found or kind in ("publish", "end")):
+            found.append(publication)
+        return found
+
+    def _await(self, unfinished: Sequence[Future[Any]]) -> Command:
+        pending = self._checkpoints.pending
+        if pending and self._lease.directive == wire.DIRECTIVE_CANCEL:
             pending.place.abandon()
-        wait([pending.saved], WAIT_SECONDS)
+        if all(each.done() for each in unfinished):
+            self._stop.wait(WAIT_SECONDS)
+        wait(unfinished, WAIT_SECONDS)
         return Command("wait")
 
     def _save_and_wait(self, progress: TrainingProgress) -> Command:
@@ -327,9 +359,7 @@ class Controller:
         try:
             refreshed = self._values_under(progress.reference_version)
             with observability.span("draw batch", run=self._lease.grant.run_id, step=step) as drawn:
-                rows = self._replay.sample(
-                    step, progress.published_version, self._settings.batch_wait_seconds, refreshed
-                )
+                rows = self._replay.sample(step, self._announced, self._settings.batch_wait_seconds, refreshed)
                 drawn.link(groups_of(rows))
         except TRANSIENT as error:
             waited_seconds = time.monotonic() - self._waiting_since
@@ -373,7 +403,7 @@ class Controller:
         TRAINER_STEP_SECONDS.observe(seconds)
         self._span.end()
         self._quarantined_in_a_row = 0
-        measured = {**batch_metrics(self._rows, progress.published_version), **result.metrics}
+        measured = {**batch_metrics(self._rows, self._announced), **result.metrics}
         alarms = self._monitor.check(progress.step, measured)
         if alarms and self._monitor.pauses:
             self._paused_by_alarm = True
@@ -424,19 +454,26 @@ class Controller:
         except errors.SpoError as error:
             self.fail(error)
 
-    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> None:
-        """Announce a stored version."""
+    def publishing(self, publication: Future[bool]) -> None:
+        """Note the version that is on its way."""
+        self._publication = publication
+
+    def published(self, written: StoredVersion | None, progress: TrainingProgress) -> bool:
+        """Announce a stored version, unless an alarm has sounded since it was copied: engines went back before it."""
         if written is None:
             raise errors.InternalError("rank 0 was given no stored version")
+        if self._paused_by_alarm:
+            return False
         broadcaster = self._context.broadcaster
         # An adapter is small, and no whole model.
         offer = broadcaster.offer() if broadcaster and not self._spec.model.lora else None
         replicas = self._lease.publish(progress.weight_version, progress.weight_step, written, offer)
         if broadcaster and offer:
             broadcaster.send(written, offer, replicas)
-        self._context.problem = ""
+        self._context.problem, self._announced = "", progress.weight_version
         POLICY_VERSION.labels(role="trainer").set(progress.weight_version)
         log.info("weights published", version=progress.weight_version, step=progress.weight_step)
+        return True
 
     def checkpointed(
         self, saved: Future[SavedCheckpoint] | None, place: CheckpointPlace, progress: TrainingProgress
@@ -452,7 +489,9 @@ class Controller:
         self._report_saved(progress)
 
     def _report_saved(self, progress: TrainingProgress) -> None:
-        """Report the checkpoint that was on its way, once it is whole."""
+        """Report the checkpoint that was on its way, once it is whole and its version announced."""
+        if self._publication and not self._publication.done():
+            return
         whole = self._checkpoints.take_whole()
         if whole is None:
             return

@@ -1,4 +1,5 @@
-"""DeepSpeed ZeRO around one model: loaded in cuts, its reference, and its state for another number of ranks.
+"""DeepSpeed ZeRO around one model: loaded in cuts, its reference, its state for another number of ranks, and what of it
+becomes which file of a version.
 
 Models that are cut over the ranks as their files are read: no rank ever holds one whole, in memory or on a device.
 transformers builds the model without memory and sets its parameters one by one, read from safetensors files. Each is
@@ -19,12 +20,14 @@ import os
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import deepspeed
 import deepspeed.comm
+import psutil
 import torch
 import torch.distributed as dist
 import transformers
@@ -41,12 +44,13 @@ from services.trainer.deepspeed_fields import (
     free_model,
     is_cut,
     leave_out_shared_memory_op,
+    put_values,
 )
 from services.trainer.ranks import Ranks
 from spo.errors import IntegrityError, InvalidInput, PreconditionFailed
-from spo.model.folder import open_tensors
-from spo.model.folder_names import FolderNames, saved_buffers, whole_shape
-from spo.model.logprobs import LocalAttention, checkpoint_activations, is_large, is_packed
+from spo.model.folder import TENSORS_FILE, open_tensors, tensor_shapes
+from spo.model.folder_names import FolderNames, saved_buffers, tensors_of, whole_shape
+from spo.model.logprobs import LocalAttention, adapter_name, checkpoint_activations, is_large, is_packed
 from spo.observability import is_out_of_memory
 from spo.spec.job_spec import TrainerSpec
 
@@ -59,6 +63,11 @@ TAKEN = ("model", "target_name", "param_value", "loading_info", "hf_quantizer")
 SetParameter = Callable[[PreTrainedModel, str, Tensor, LoadStateDictInfo, HfQuantizer], None]
 
 Offload = Literal["none", "optimizer", "optimizer_and_parameters"]
+
+# Of each file of a version.
+SHARD_BYTES = 1 << 30
+# Of the memory that is free, a copy of what is published may take so much.
+MOST_OF_MEMORY = 0.5
 
 _KINDS = ("master", "exp_avg", "exp_avg_sq")
 _STEP = "step"
@@ -344,7 +353,10 @@ class DeepSpeedEngine:
 
     def __init__(self, model: nn.Module, spec: TrainerSpec, passes: int) -> None:
         """passes: forwards and backwards on each rank before an update."""
-        half = next(model.parameters()).dtype == torch.bfloat16
+        dtype = next(model.parameters()).dtype
+        # As a version's manifest names it.
+        self.dtype = str(dtype).removeprefix("torch.")
+        half = dtype == torch.bfloat16
         # Only the ZeRO optimisers keep fp32 master weights for bfloat16; stage 1 differs from 0 in nothing else.
         self.stage = max(spec.zero_stage, 1) if half else spec.zero_stage
         self._widened = half and spec.gradient_dtype == "float32"
@@ -501,3 +513,131 @@ def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     others = [parameter for parameter in parameters if len(whole_shape(parameter)) <= 1]
     groups: list[dict[str, object]] = [{"params": matrices, "weight_decay": weight_decay}]
     return groups + ([{"params": others, "weight_decay": 0.0}] if others else [])
+
+
+class WeightSource(Protocol):
+    """What a version is written from: the engine, or a copy of what it held at one moment."""
+
+    dtype: str
+
+    @property
+    def folder_names(self) -> FolderNames:
+        """How what is published is called, where all weights are."""
+
+    def parameter_bytes(self) -> dict[str, int]:
+        """Bytes of each whole parameter that is trained, by its name."""
+
+    def full_parameters(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole parameter on the CPU) of `wanted`, None for all; every rank calls this together."""
+
+
+class WeightCopy:
+    """What one rank writes of a version, as the engine held it when it was last taken, in host memory that stays.
+
+    With a CUDA device that memory is pinned, so that copying into it takes no time of the CPU's.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, wanted: Container[str], device: torch.device) -> None:
+        self.folder_names, self.dtype = engine.folder_names, engine.dtype
+        self._engine, self._wanted, self._pinned = engine, wanted, device.type == "cuda"
+        self._sizes = engine.parameter_bytes()
+        self._held: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy what the engine holds now. All ranks call this together."""
+        for name, tensor in self._engine.full_parameters(self._wanted):
+            if name not in self._held:
+                self._held[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pinned)
+            self._held[name].copy_(tensor)
+
+    def parameter_bytes(self) -> dict[str, int]:
+        """Of the engine's."""
+        return self._sizes
+
+    def full_parameters(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """What was copied of `wanted`, in the engine's order."""
+        return ((name, tensor) for name, tensor in self._held.items() if wanted is None or name in wanted)
+
+
+@dataclass(frozen=True)
+class FileUnit:
+    """Tensors in memory that together become what a file of a version holds of them, and the bytes of these."""
+
+    sources: frozenset[str]
+    size_bytes: int
+    make: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+def model_units(source: WeightSource) -> list[FileUnit]:
+    """Of all weights, by the names of the model's folder."""
+    names = source.folder_names
+    return [FileUnit(frozenset(found.sources), names.size_bytes(found), found.apply_apart) for found in names.to_stored]
+
+
+def adapter_units(source: WeightSource) -> list[FileUnit]:
+    """Of an adapter, by peft's names."""
+
+    def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {adapter_name(name): tensor for name, tensor in tensors.items()}
+
+    return [FileUnit(frozenset({name}), size, renamed) for name, size in source.parameter_bytes().items()]
+
+
+def made_of(makers: Mapping[str, FileUnit], parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """What each unit makes, once all of its parameters have come."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in parameters:
+        held[name] = tensor
+        unit = makers[name]
+        if unit.sources <= held.keys():
+            yield unit.make({source: held.pop(source) for source in sorted(unit.sources)})
+
+
+def own_shards(
+    source: WeightSource, writers: Sequence[int], rank: int, *, adapter: bool
+) -> dict[str, Sequence[FileUnit]]:
+    """The files of a version that a rank writes, by name; the writers have shares in turn."""
+    shards = {TENSORS_FILE: adapter_units(source)} if adapter else _shards(model_units(source))
+    return {name: units for at, (name, units) in enumerate(shards.items()) if writers[at % len(writers)] == rank}
+
+
+def copy_for(ranks: Ranks, engine: DeepSpeedEngine, writers: Sequence[int], *, adapter: bool) -> WeightCopy | None:
+    """Room for what this rank writes of each version; None, on all ranks, where a machine's memory has too little."""
+    units = [unit for found in own_shards(engine, writers, ranks.rank, adapter=adapter).values() for unit in found]
+    # All ranks of this machine take theirs.
+    wanted_bytes = sum(unit.size_bytes for unit in units) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not all(ranks.gather(wanted_bytes < MOST_OF_MEMORY * psutil.virtual_memory().available)):
+        return None
+    return WeightCopy(engine, {name for unit in units for name in unit.sources}, ranks.device)
+
+
+def _shards(units: Sequence[FileUnit]) -> dict[str, list[FileUnit]]:
+    """Units by file, in order; files have about SHARD_BYTES, whoever writes them."""
+    shards: list[list[FileUnit]] = []
+    room = 0
+    for unit in units:
+        if room <= 0:
+            shards.append([])
+            room = SHARD_BYTES
+        shards[-1].append(unit)
+        room -= unit.size_bytes
+    return {f"model-{number:05d}.safetensors": units for number, units in enumerate(shards, start=1)}
+
+
+@torch.no_grad()
+def take_weights(model: PreTrainedModel, files: Sequence[Path]) -> None:
+    """Put published weights in place of a model's own. Raises IntegrityError when they are another model's."""
+    names = FolderNames(model)
+    found = tensor_shapes(files)
+    for name in sorted(found.keys() | names.shapes.keys()):
+        if found.get(name) != names.shapes.get(name):
+            raise IntegrityError(f"{files[0].parent} holds {name} as {found.get(name)}, not {names.shapes.get(name)}")
+    own = dict(tensors_of(model))
+    with ExitStack() as opened:
+        shards = [opened.enter_context(open_tensors(path)) for path in files]
+        holders = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 - not a mapping
+        for conversion in names.to_own:
+            read = {name: holders[name].get_tensor(name) for name in conversion.sources}
+            for name, values in conversion.apply(read).items():
+                put_values(own[name], values)

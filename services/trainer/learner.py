@@ -37,9 +37,9 @@ from services.trainer.deepspeed_engine import (
     SequenceGroup,
     model_faults_named,
     partitioned_loading,
+    take_weights,
 )
 from services.trainer.ranks import Ranks
-from services.trainer.weights import take_weights
 from spo.algorithm.baselines import (
     BatchTotals,
     teaching_rows,

@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 from services.trainer.batches import ReplayClient
@@ -27,7 +28,7 @@ from services.trainer.checkpoints import (
     save_checkpoint,
 )
 from services.trainer.controller import Command, Controller, Follower, RankRole, TrainerContext
-from services.trainer.deepspeed_engine import model_faults_named
+from services.trainer.deepspeed_engine import WeightCopy, WeightSource, copy_for, model_faults_named
 from services.trainer.learner import Learner
 from services.trainer.lease import (
     WAITING,
@@ -151,6 +152,11 @@ class TrainingRun:
         # On rank 0: the checkpoints of this lease, the last ones, and the reference of each.
         self._saved: list[tuple[Future[SavedCheckpoint], int]] = []
         self._learner: Learner | None = None
+        # A version that is being stored from a copy, and what it leaves the progress as: what was before, if in vain.
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="publication")
+        self._publication: Future[bool] | None = None
+        self._before = self.progress
+        self._copy: WeightCopy | None = None
         self._checkpoints: CheckpointPlace | None = None
 
     def carry_out(self) -> None:
@@ -202,6 +208,7 @@ class TrainingRun:
         """Free the models."""
         if self._checkpoints:
             self._checkpoints.abandon()
+        self._behind.shutdown()
         if self._learner:
             self._learner.close()
         self._learner = None
@@ -263,7 +270,10 @@ class TrainingRun:
             self._role.cannot_write(error)
 
     def _publish(self, learner: Learner) -> None:
-        before, delayed = self.progress, False
+        """Store a version: the first of a lease at once, which shows who writes; later ones while training goes on."""
+        if self._publication and self._publication.result():
+            self.progress = self._in_vain()
+        before, self._publication = self.progress, None
         step, version = before.step, before.published_version + 1
         self.progress = replace(before, weight_version=version, weight_step=step, published_version=version)
         new = NewVersion(
@@ -274,20 +284,45 @@ class TrainingRun:
             epoch=self._grant.epoch,
             adapter=learner.adapter() if self._ranks.leads else None,
         )
-        store, spared = self._store, self._spared()
+        self._before = before
+        if self._copy is None:
+            writers, delayed = self._store_version(self._ranks, learner.engine, new, self.progress, self._spared())
+            self._role.publishing(_known(delayed=delayed))
+            if delayed:
+                self.progress = before
+            elif writers:
+                self._copy = copy_for(self._ranks, learner.engine, writers, adapter=bool(self._spec.model.lora))
+            return
+        self._copy.take()
+        given = self._ranks.beside, self._copy, new, self.progress, self._spared()
+        self._publication = self._behind.submit(lambda: self._store_version(*given)[1])
+        self._role.publishing(self._publication)
+
+    def _in_vain(self) -> TrainingProgress:
+        """The progress without the version that could not be stored."""
+        kept = ("weight_version", "weight_step", "published_version")
+        return replace(self.progress, **{name: getattr(self._before, name) for name in kept})
+
+    def _store_version(
+        self, ranks: Ranks, source: WeightSource, new: NewVersion, progress: TrainingProgress, spared: set[int]
+    ) -> tuple[Sequence[int], bool]:
+        """Store, announce and prune. Returns which ranks wrote, and whether the store cannot be written now."""
+        store, delayed, writers = self._store, False, list[int]()
         with self._role.owning():
             try:
-                written = store_weights(self._ranks, learner.engine, store, new)
+                written = store_weights(ranks, source, store, new)
             except DELAYING as error:
                 delayed = True
                 self._role.cannot_write(error)
             else:
-                self._role.published(written, self.progress)
+                delayed = not self._role.published(written.version, progress)
+                writers = list(written.writers)
                 # Only now: a trainer that lost its lease removes nothing.
-                if written:
+                if delayed:
+                    store.backend.remove(new.run_id, new.version)
+                elif written.version:
                     self._prune(store, spared)
-        if self._ranks.share(delayed):
-            self.progress = before
+        return ranks.share((writers, delayed))
 
     def _prune(self, store: WeightStore, spared: set[int]) -> None:
         try:
@@ -327,6 +362,12 @@ class TrainingRun:
             except DELAYING as error:
                 self._role.cannot_write(error)
             self._role.checkpointed(saved, place, self.progress)
+
+
+def _known(*, delayed: bool) -> Future[bool]:
+    done: Future[bool] = Future()
+    done.set_result(delayed)
+    return done
 
 
 def lead(process: ServiceProcess, ranks: Ranks, settings: Settings) -> int:

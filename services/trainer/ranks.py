@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import FrameType
 from typing import TypeVar, cast
@@ -34,7 +34,8 @@ ALONE_SECONDS = 15.0
 class Ranks:
     """The process group of tensors (nccl on GPUs, gloo on CPU) and a gloo group for everything else.
 
-    store: torchrun's own, through which ranks hear of each other while they wait in a collective.
+    store: torchrun's own, through which ranks hear of each other while they wait in a collective. behind: a group like
+    `control`, for what goes on beside it.
     """
 
     rank: int
@@ -43,12 +44,18 @@ class Ranks:
     control: dist.ProcessGroup
     store: TCPStore | None = None
     timeout: timedelta | None = None
+    behind: dist.ProcessGroup | None = None
     _groups: dict[int, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
+
+    @property
+    def beside(self) -> Ranks:
+        """The same ranks for a thread that works beside the one that carries out commands."""
+        return replace(self, control=self.behind or self.control)
 
     def groups_of(self, width: int) -> int:
         """How many groups of `width` ranks there are. Raises InvalidInput where some would be left over."""
@@ -158,7 +165,8 @@ def join_ranks(timeout_seconds: float) -> Ranks:
         # Alone: no port to listen on, so nothing to collide with.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(rank, world_size, device, control, torchrun_store(world_size), timeout)
+    behind = dist.new_group(backend="gloo", timeout=timeout)
+    return Ranks(rank, world_size, device, control, torchrun_store(world_size), timeout, behind)
 
 
 def torchrun_store(world_size: int) -> TCPStore | None:

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from services.inference.weights import PolicyVersions, reference_weights
 from services.trainer.batches import ForwardLimits, TrainingSample, cut_into_minibatches
+from services.trainer.deepspeed_engine import take_weights
 from services.trainer.learner import Learner
 from services.trainer.ranks import Ranks
-from services.trainer.weights import NewVersion, store_weights, take_weights
+from services.trainer.weights import NewVersion, store_weights
 from spo.model.chat import ChatFormat
 from spo.model.folder import inspect_model_folder
 from spo.model.logprobs import load_policy, response_logprobs
@@ -96,7 +97,8 @@ def trained(family: Family, ranks: Ranks, store: WeightStore) -> StoredVersion:
     with closing(Learner(ranks, spec)) as learner:
         for _ in range(STEPS):
             assert learner.learn(share, 3e-3).refused == ""
-        stored = store_weights(ranks, learner.engine, store, NewVersion(RUN, 1, parent=0, step=STEPS, epoch=1))
+        new = NewVersion(RUN, 1, parent=0, step=STEPS, epoch=1)
+        stored = store_weights(ranks, learner.engine, store, new).version
     assert stored
     before = tensors_by_name(inspect_model_folder(family.folder).safetensors_files)
     after = tensors_by_name(stored.files)

@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, core_model_loading
 
 from services.trainer.critic import Critic
-from services.trainer.deepspeed_engine import ONE_BY_ONE, SETTER, TAKEN, SetParameter, parameters_set_by
+from services.trainer.deepspeed_engine import ONE_BY_ONE, SETTER, TAKEN, SetParameter, parameters_set_by, take_weights
 from services.trainer.learner import Policy, load_model
 from services.trainer.ranks import Ranks
-from services.trainer.weights import take_weights
 from spo.errors import IntegrityError, PreconditionFailed
 from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import JobSpec, parse_job_spec

@@ -50,6 +50,30 @@ loop.save_checkpoint = save_slowly
 sys.exit(main())
 """
 
+# The trainer that kills itself once at a point of storing version 2, which goes on beside its steps.
+KILLED_WHILE_STORING = """
+import os, signal, sys
+from pathlib import Path
+from services.trainer.__main__ import main
+from spo.weights import store
+point, mark = os.environ["POINT"], Path(os.environ["MARK"])
+def at(here, version):
+    if here == point and version == 2 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+write, seal = store.WeightStore.write_files, store.seal_folder
+def write_files(self, run_id, head, *rest):
+    at("copied", head["version"])
+    stored = write(self, run_id, head, *rest)
+    at("sealed", head["version"])
+    return stored
+def seal_folder(writing, destination, head):
+    at("written", head.get("version"))
+    return seal(writing, destination, head)
+store.WeightStore.write_files, store.seal_folder = write_files, seal_folder
+sys.exit(main())
+"""
+
 METHODS = pytest.mark.parametrize("method", ["spo", "ppo"])
 # Two models per rank, and two updates per batch.
 PPO: dict[str, Any] = {
@@ -174,6 +198,8 @@ def test_a_killed_trainer_is_followed_by_one_that_resumes_and_ends_with_the_same
 
     def kill(step: int, batch: Any) -> None:
         if step == 10 and first.poll() is None:
+            # A checkpoint is reported once its version is announced, which goes on beside the steps.
+            job.wait_until(lambda: any(each.step == 8 for each in job.checkpoints), LIMIT_SECONDS, "checkpoint 8")
             first.kill()
 
     pool.spoil = kill
@@ -195,6 +221,31 @@ def test_a_killed_trainer_is_followed_by_one_that_resumes_and_ends_with_the_same
     assert [each.version for each in job.published] == [1, 2, 3]
     assert all(torch.equal(tensor, interrupted[name]) for name, tensor in surroundings.weights(3).items())
     assert second.poll() is None
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("point", ["copied", "written", "sealed"])
+def test_a_trainer_that_is_killed_while_it_stores_a_version_loses_none_that_was_announced(
+    surroundings: Surroundings, tiny_model_path: Path, tmp_path: Path, point: str
+) -> None:
+    job = surroundings.job
+    program = ("-c", KILLED_WHILE_STORING)
+    killed = surroundings.start(program=program, POINT=point, MARK=str(tmp_path / "killed"))
+    assert killed.wait(LIMIT_SECONDS) == -signal.SIGKILL
+    assert [each.version for each in job.published] == [1]
+    assert [each.step for each in job.checkpoints] == [4]
+    job.lapse()
+    surroundings.start()
+    surroundings.wait_finished()
+    interrupted = {version: surroundings.weights(version) for version in (1, 2, 3)}
+    assert [(each.version, each.step) for each in job.published] == [(1, 4), (2, 8), (3, 12)]
+
+    job.reset(job.spec, "job_straight")
+    surroundings.wait_finished()
+
+    for version, found in interrupted.items():
+        assert all(torch.equal(tensor, found[name]) for name, tensor in surroundings.weights(version).items())
 
 
 @pytest.mark.timeout(600)

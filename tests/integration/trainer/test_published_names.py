@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.orchestrator import checks
+from services.trainer.deepspeed_engine import take_weights
 from services.trainer.learner import Policy
 from services.trainer.ranks import Ranks
-from services.trainer.weights import NewVersion, store_weights, take_weights
+from services.trainer.weights import NewVersion, store_weights
 from spo.errors import InvalidInput
 from spo.model.check_model import check_names
 from spo.model.folder import ALL_LINEAR, ONE_NAME, adapted_layers, inspect_model_folder, tensor_shapes
@@ -97,7 +98,7 @@ def test_a_version_is_published_and_training_begins_with_it(
         policy = Policy(spec, ranks, start, passes=1)
         stored = store_weights(
             ranks, policy.engine, store, NewVersion("job", number, parent=number - 1, step=number, epoch=1)
-        )
+        ).version
         policy.close()
         assert stored
         versions.append({name: tensor for file in stored.files for name, tensor in load_file(file).items()})

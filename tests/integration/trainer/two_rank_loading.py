@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
+from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed, take_weights
 from services.trainer.learner import Policy, load_model
 from services.trainer.ranks import join_ranks
-from services.trainer.weights import take_weights
 from spo.model.logprobs import token_logprobs
 from spo.spec.job_spec import parse_job_spec
 

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.trainer import weights
+from services.trainer import deepspeed_engine, weights
+from services.trainer.checkpoints import write_tensors
 from services.trainer.deepspeed_engine import DeepSpeedEngine, leave_deepspeed, prepare_deepspeed
 from services.trainer.ranks import Ranks, join_ranks
 from services.trainer.weights import NewVersion
@@ -62,16 +63,16 @@ def publish(
     """Store the weights in files of few bytes; the names of those that this rank wrote."""
     written: list[str] = []
 
-    def save(tensors: dict[str, Tensor], path: Path) -> None:
+    def save(path: Path, tensors: dict[str, Tensor]) -> None:
         written.append(path.name)
-        save_file(tensors, path)
+        write_tensors(path, tensors)
         if ranks.rank == spoilt_rank:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     new = NewVersion("job", version, parent=version - 1, step=version, epoch=1)
-    with mock.patch.object(weights, "SHARD_BYTES", 20_000), mock.patch.object(weights, "save_file", save):
+    with mock.patch.object(deepspeed_engine, "SHARD_BYTES", 20_000), mock.patch.object(weights, "write_tensors", save):
         stored = weights.store_weights(ranks, engine, store, new)
-    assert (stored is not None) == ranks.leads
+    assert (stored.version is not None) == ranks.leads
     return written
 
 
