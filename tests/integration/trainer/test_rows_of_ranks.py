@@ -62,7 +62,7 @@ def test_every_rank_gets_the_rows_that_rank_0_would_have_given_it_a_killed_rank_
     whole = ReplayClient(client, RUN, spec_of())
     batches = {step: whole.sample(step, 0, 10.0, None) for step in STEPS}
     program = Path(__file__).with_name("ranks_with_rows.py")
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--max-restarts=3", "--standalone"]
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={world_size}", "--max-restarts=20", "--standalone"]
     command = [sys.executable, *launcher, "--local-addr=127.0.0.1", str(program), address, str(tmp_path)]
     subprocess.run(command, check=True, timeout=LIMIT_SECONDS)
     noted: list[dict[str, Any]] = [
