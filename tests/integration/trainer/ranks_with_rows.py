@@ -1,6 +1,6 @@
 """Run by torchrun on several ranks: rank 0 cuts a step's batch by outlines, and every rank fetches its own rows.
 
-ranks_with_rows.py REPLAY_ADDRESS FOLDER; the last rank is killed once, in the middle of the first step.
+ranks_with_rows.py REPLAY_ADDRESS FOLDER [killed]; with a third argument the last rank is killed in its first step.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def shared_out(ranks: Ranks, replay: ReplayClient, step: int) -> tuple[list[Trai
     return batch, fetch_own_rows(ranks, replay, ranks.scatter(shares), step, 0)
 
 
-def main(address: str, folder: Path) -> None:
+def main(address: str, folder: Path, *, killed: bool) -> None:
     ranks = join_ranks(timeout_seconds=300)
     client = RpcClient("replay-buffer", address, ReplayServiceStub)
     replay = ReplayClient(client, RUN, spec_of(), outlines=True)
-    noted: dict[str, object] = {"restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
+    noted: dict[str, object] = {}
     for step in STEPS:
         batch, own = shared_out(ranks, replay, step)
-        if ranks.rank == ranks.world_size - 1 and not noted["restarts"]:
+        if killed and ranks.rank == ranks.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         assert own.problem is None
         held = batch + rows_in(list(own.minibatches))
@@ -107,4 +107,4 @@ def main(address: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), killed=len(sys.argv) > 3)
