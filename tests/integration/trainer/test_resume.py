@@ -113,6 +113,7 @@ def test_a_resumed_trainer_does_not_save_again_what_it_loaded_and_notes_the_vers
 ) -> None:
     def lose_the_lease(step: int, batch: Any) -> None:
         if step == 10:
+            bench.job.wait_until(lambda: len(bench.job.published) == 3, LIMIT_SECONDS, "version 3, beside the steps")
             bench.job.lapse()
             bench.pool.ready = False
 
