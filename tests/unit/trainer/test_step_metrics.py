@@ -27,6 +27,7 @@ class Row:
         named = [PartScore(name=name, score=value) for name, value in parts.items()]
         verdict = Verdict(outcome=Outcome.OUTCOME_WRONG_ANSWER, score=score, parts=named)
         self.trajectory = Trajectory(source=SOURCE_ONLINE, reward=-0.5, verdict=verdict, response_token_ids=[1])
+        self.response_tokens = 1
 
 
 def metrics_of(*rows: Row) -> dict[str, float]:
