@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,8 +65,8 @@ def spoilt(replay: ReplayClient, rank: int) -> ReplayClient:
     """Whose rank 1 finds a log-prob that is not finite."""
 
     class Spoilt(ReplayClient):
-        def whole(self, *asked: object) -> dict[int, TrainingSample]:
-            found = super().whole(*asked)  # type: ignore[arg-type]
+        def whole(self, rows: Iterable[TrainingSample], step: int, policy_version: int) -> dict[int, TrainingSample]:
+            found = super().whole(rows, step, policy_version)
             next(iter(found.values())).trajectory.reference_logprobs[0] = float("nan")
             return found
 

@@ -76,7 +76,7 @@ def test_steps_go_on_while_a_version_is_stored_which_is_of_the_step_that_was_cop
 def test_a_version_that_could_not_be_stored_behind_the_steps_is_published_again_under_its_number(
     bench: Bench, straight: dict[int, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, failed = WeightStore.write_files, []
+    write, failed = WeightStore.write_files, list[int]()
 
     def full(store: WeightStore, run_id: str, head: Manifest, write_into: Callable[[Path], None], size: int) -> Any:
         def fill(folder: Path) -> None:
