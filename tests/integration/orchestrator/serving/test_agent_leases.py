@@ -237,6 +237,8 @@ def test_an_orchestrator_that_ends_between_two_outcomes_loses_neither(
         played.look()
         while not played.context.agent_episodes._open[played.job_id]:
             played.look()
+    # From here on what it holds is its own, however slowly its rounds come.
+    played.context.agent_episodes._consumers[played.job_id].reclaim_after_seconds = 600
     played.silence()
     assert [(each.verdict.score, each.sample_index) for each in played.rollouts()] == [(1, 0), (0, 1)]
 
