@@ -231,7 +231,9 @@ def test_a_trainer_that_is_killed_while_it_stores_a_version_loses_none_that_was_
 ) -> None:
     job = surroundings.job
     program = ("-c", KILLED_WHILE_STORING)
-    killed = surroundings.start(program=program, POINT=point, MARK=str(tmp_path / "killed"))
+    # Checkpoints at their interval alone, however slow the machine is.
+    chosen = {"POINT": point, "MARK": str(tmp_path / "killed"), "SPO_TRAINER_CHECKPOINT_SHARE": "0"}
+    killed = surroundings.start(program=program, **chosen)
     assert killed.wait(LIMIT_SECONDS) == -signal.SIGKILL
     assert [each.version for each in job.published] == [1]
     assert [each.step for each in job.checkpoints] == [4]
