@@ -14,6 +14,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -26,12 +27,12 @@ from typing import Annotated, Protocol
 
 import typer
 
-from spo.cli.containers import ContainerLimits, Containers
+from spo.cli.containers import ContainerLimits, Containers, Remover
 from spo.cli.jobs import OutputOption, api
 from spo.client import Client
 from spo.client.models import EpisodeLease
 from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
-from spo.errors import InvalidInput, PreconditionFailed, SpoError
+from spo.errors import InvalidInput, NotFound, PreconditionFailed, SpoError
 from spo.observability import RUNNER_EPISODES, RUNNER_PLAYING, get_logger
 
 agents = typer.Typer(no_args_is_help=True, help="Agents in their own programs: runners of episodes, and traces.")
@@ -49,6 +50,19 @@ TELL_SECONDS = 300.0
 # So many agents in a row that end without a call, before one has made any: the command is at fault, not the episodes.
 MOST_SILENT = 3
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
+# Harbor asks the engine by Docker's own programs.
+OF_DOCKER = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
+# So long may Harbor take to remove an episode's containers: an engine gives each ten seconds to end.
+HARBOR_END_SECONDS = 60.0
+# Ends of a trial that are the job's own limits, and are scored; any other error is none of the policy's.
+HARBOR_LIMITS = frozenset(
+    ("AgentTimeoutError", "ContextLengthExceededError", "ContextWindowExceededError", "OutputLengthExceededError",
+     "OutputTokenExceededError")
+)  # fmt: skip
+# A shell that starts a runner behind itself has it ignore interrupts, and so would all that it starts.
+_INTERRUPTIBLE = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 log = get_logger("agents")
 
@@ -126,6 +140,8 @@ class EpisodeRunner:
     before: tuple[str, ...] = ()
     # What is played when the runner is to stop goes on for so long.
     patience_seconds = 0.0
+    # An agent is ended so long after its session, which is when it is refused everything.
+    late_seconds = 0.0
     # Why no episode can be leased now; "" while the platform answers.
     obstacle = ""
 
@@ -280,13 +296,18 @@ class EpisodeRunner:
         if command is None:
             return Played("failed", f"this runner has no harness {lease.harness}")
         write_problem(lease, folder)
-        environment = environment_of(lease, folder)
-        until = lease.session.deadline_unix_ms / 1000
+        until = lease.session.deadline_unix_ms / 1000 + self.late_seconds
         status, printed = self._attended(lease, self.begin(command, folder, lease), stop, until)
+        return self.scored(lease, folder, Played(status, printed), stop)
+
+    def scored(self, lease: EpisodeLease, folder: Path, played: Played, stop: threading.Event) -> Played:
+        """How an episode ended, with its reward: what `--score` prints; None where the verifier decides."""
+        status, printed = played.status, played.printed
         if status in ("finished", "cut"):
             self._silent = None
         if status in ("failed", "stopped") or self.score is None:
-            return Played(status, printed)
+            return played
+        environment = environment_of(lease, folder)
         (folder / "answer.txt").write_text(printed)
         # The agent has ended: what scores it was never within its reach.
         for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
@@ -344,6 +365,106 @@ class EpisodeRunner:
         if self._stop_at is None:
             self._stop_at = now + self.patience_seconds
         return now >= min(self._stop_at, now + self.patience_seconds)
+
+
+class HarborTrial(CommandHere):
+    """A trial that is interrupted first, as it has containers to remove."""
+
+    def stop(self) -> None:
+        """Interrupt Harbor, and end what is left of it after HARBOR_END_SECONDS."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(HARBOR_END_SECONDS)
+        super().stop()
+
+
+class HarborRunner(EpisodeRunner):
+    """Plays leased episodes as trials of Harbor: its agents, its backends, and the reward of its verifier.
+
+    folder: of tasks, or a task; an episode's is the one whose instruction is its statement. agents: by the harness's
+    name, words of `harbor trial start`, of which the first is the agent. Harbor is a program of its own on the path.
+
+    Raises InvalidInput, and PreconditionFailed (code "package_missing") and NotReady (code "no_containers").
+    """
+
+    late_seconds = SCORE_SECONDS
+
+    def __init__(self, client: Client, pool: str, agents: Mapping[str, str], folder: Path, most: int = 1) -> None:
+        if shutil.which("harbor") is None:
+            message = "there is no program harbor: `pip install harbor` into an environment of its own (Python 3.12)"
+            raise PreconditionFailed(message, code="package_missing")
+        self.tasks = harbor_tasks(folder)
+        programs = [sys.executable, "-c", _INTERRUPTIBLE, "harbor", "trial", "start"]
+        before = shlex.join(programs)
+        super().__init__(client, pool, {name: f"{before} --agent {words}" for name, words in agents.items()}, most=most)
+        # Of the names of all its trials, by which an engine knows what belongs to them.
+        self._mark = f"spo{os.getpid()}-{time.time_ns()}"
+        named = {word.partition("=")[0] for words in agents.values() for word in shlex.split(words)}
+        self._remover = None if named & {"-e", "--env"} else Remover(self._mark)
+
+    def close(self) -> None:
+        """Remove what trials have left."""
+        if self._remover is not None:
+            self._remover.close()
+
+    def begin(self, command: list[str], folder: Path, lease: EpisodeLease) -> Running:
+        """Start a trial, whose agent may take what is left of the session's time. Raises NotFound."""
+        task = self.tasks.get(_same(lease.statement))
+        if task is None:
+            raise NotFound(f"no task of Harbor has the instruction of problem {lease.problem_id}", code="no_task")
+        left = max(1.0, lease.session.deadline_unix_ms / 1000 - time.time())
+        trial = {
+            "task": {"path": str(task)},
+            "trial_name": f"{self._mark}-{lease.session.id.lower()}",
+            "trials_dir": str(folder / "trials"),
+            "agent": {"model_name": f"openai/{lease.session.model}", "max_timeout_sec": left},
+        }
+        (folder / "trial.json").write_text(json.dumps(trial))
+        config = os.environ.get("DOCKER_CONFIG") or str(Path.home() / ".docker")
+        here = {name: os.environ[name] for name in OF_DOCKER if name in os.environ} | {"DOCKER_CONFIG": config}
+        # An agent's import path is looked up where the runner was started, as Python's own are.
+        here |= {"HARBOR_TELEMETRY": "0", "PYTHONPATH": os.getcwd()}
+        environment = {**environment_of(lease, folder), **here}
+        return HarborTrial([*command, "--config", str(folder / "trial.json")], folder, environment)
+
+    def scored(self, lease: EpisodeLease, folder: Path, played: Played, stop: threading.Event) -> Played:
+        """How a trial ended, with its verifier's reward; an error that is no limit of the job's has none."""
+        found = next(iter(folder.glob("trials/*/result.json")), None)
+        if played.status != "finished" or found is None:
+            return played if played.status == "stopped" else Played("failed", played.printed)
+        result = json.loads(found.read_text())
+        failure = result.get("exception_info")
+        rewards = (result.get("verifier_result") or {}).get("rewards") or {}
+        reward = rewards.get("reward", next(iter(rewards.values())) if len(rewards) == 1 else None)
+        if failure is not None and failure["exception_type"] not in HARBOR_LIMITS:
+            return Played("failed", f"{failure['exception_type']}: {failure['exception_message']}")
+        if not isinstance(reward, int | float) or not 0 <= reward <= 1:
+            return Played("failed", f"Harbor's rewards {json.dumps(rewards)} have none from 0 to 1")
+        self._silent = None
+        return Played("finished" if failure is None else "cut", played.printed, float(reward))
+
+
+def harbor_tasks(folder: Path) -> dict[str, Path]:
+    """The tasks of Harbor in a folder, or the one that it is, by their instruction. Raises InvalidInput."""
+    found: dict[str, Path] = {}
+    for each in sorted(folder.glob("task.toml")) or sorted(folder.glob("*/task.toml")):
+        task = each.parent.resolve()
+        try:
+            instruction = _same((task / "instruction.md").read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"the task {task.name} has no instruction: {error}", code="bad_task") from None
+        if instruction in found:
+            raise InvalidInput(f"{found[instruction].name} and {task.name} have the same instruction", code="bad_task")
+        found[instruction] = task
+    if not found:
+        raise InvalidInput(f"there is no task of Harbor, a folder with a task.toml, in {folder}", code="bad_task")
+    return found
+
+
+def _same(text: str) -> str:
+    """The text without what a file of problems may change about it."""
+    return " ".join(text.split())
 
 
 def require_program(command: Sequence[str]) -> None:
@@ -431,20 +552,56 @@ def run_episodes(
     ] = None,
 ) -> None:
     """Play episodes of jobs with your own commands; needs the scope agents:run."""
-    named = dict(each.partition("=")[::2] for each in harness)
-    if not all(name and command for name, command in named.items()):
-        error_console.print("--harness is NAME=COMMAND")
-        raise typer.Exit(ExitCode.INVALID_INPUT)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    named = _named(harness)
     with api() as client, contextlib.ExitStack() as stack:
         containers = None
         if image is not None:
             containers = stack.enter_context(contextlib.closing(Containers(ContainerLimits.parse(image))))
-        runner = EpisodeRunner(client, pool, named, score, most, containers)
-        with suppress(KeyboardInterrupt):
-            runner.run(stop, episodes)
-        console.print(f"{runner.ended} episodes have ended")
+        _run(EpisodeRunner(client, pool, named, score, most, containers), episodes)
+
+
+@agents.command("harbor")
+def run_trials(
+    folder: Annotated[Path, typer.Argument(help="Tasks of Harbor, or one; each is known by its instruction.")],
+    harness: Annotated[
+        list[str], typer.Option("--harness", help="NAME=AGENT, with more of `harbor trial start` behind it.")
+    ],
+    pool: Annotated[str, typer.Option("--pool", help="tasks.harness.runner_pool of the jobs.")] = "default",
+    most: Annotated[int, typer.Option("--most", min=1, max=64, help="Episodes at once.")] = 1,
+    episodes: Annotated[
+        int | None, typer.Option("--episodes", min=1, help="End after so many; default: never.")
+    ] = None,
+) -> None:
+    """Play episodes of jobs as trials of Harbor, whose verifiers reward them; needs the scope agents:run."""
+    with api() as client, contextlib.closing(HarborRunner(client, pool, _named(harness), folder, most)) as runner:
+        _run(runner, episodes)
+
+
+@agents.command("harbor-problems")
+def print_problems(folder: Annotated[Path, typer.Argument(help="Tasks of Harbor, or one.")]) -> None:
+    """The instructions of Harbor's tasks as rows of a job's tasks.path (JSONL)."""
+    for task in harbor_tasks(folder).values():
+        # No answer is compared: the tests of the task decide.
+        row = {"statement": (task / "instruction.md").read_text().strip(), "answer": {"expected": [task.name]}}
+        typer.echo(json.dumps(row))
+
+
+def _named(harness: Sequence[str]) -> dict[str, str]:
+    """What each harness is, by its name; ends the command where one is not said."""
+    named = dict(each.partition("=")[::2] for each in harness)
+    if not all(name and command for name, command in named.items()):
+        error_console.print("--harness is NAME=COMMAND")
+        raise typer.Exit(ExitCode.INVALID_INPUT)
+    return named
+
+
+def _run(runner: EpisodeRunner, episodes: int | None) -> None:
+    """Play until SIGTERM, an interrupt, or so many episodes."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    with suppress(KeyboardInterrupt):
+        runner.run(stop, episodes)
+    console.print(f"{runner.ended} episodes have ended")
 
 
 @agents.command("trace")

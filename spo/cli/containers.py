@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
 
 LABEL = "spo.agents.runner"
+# Compose labels what belongs to a project with its name.
+COMPOSED = "com.docker.compose.project"
 FOLDER = "/episode"
 # On the container's own loopback.
 PORT = 8081
@@ -80,6 +82,30 @@ class ContainerLimits:
         return cls(image, memory << 20, processors)
 
 
+class Remover:
+    """A process that removes a runner's containers, and its networks, once this one has ended, however it ends.
+
+    mark: LABEL of the containers, or how the names of their Compose projects begin. Raises as `Containers`.
+    """
+
+    def __init__(self, mark: str) -> None:
+        engine_of_environment().close()
+        # It reads until this process has ended.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "spo.cli.containers", mark], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def close(self) -> None:
+        """Have it remove what is left, and wait for it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(REMOVAL_SECONDS + ENGINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
 class Containers:
     """Starts episodes in containers of one engine, which go with this process. Safe from several threads.
 
@@ -94,20 +120,11 @@ class Containers:
         except OSError as error:
             raise NotReady(f"the engine has no image {limits.image}: {error}", code="no_containers") from error
         self._mark = f"{os.getpid()}-{time.time_ns()}"
-        # It reads until this process has ended.
-        self._remover = subprocess.Popen(
-            [sys.executable, "-m", "spo.cli.containers", self._mark], stdin=subprocess.PIPE, start_new_session=True
-        )
+        self._remover = Remover(self._mark)
 
     def close(self) -> None:
         """Remove what is left."""
-        if self._remover.stdin is not None:
-            self._remover.stdin.close()
-        try:
-            self._remover.wait(REMOVAL_SECONDS + ENGINE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._remover.kill()
-            self._remover.wait()
+        self._remover.close()
         self._engine.close()
 
     def start(
@@ -361,6 +378,8 @@ def remove_all(mark: str) -> None:
     looks_without = 0
     while looks_without < 3:
         left = engine.containers.list(all=True, filters={"label": f"{LABEL}={mark}"}, ignore_removed=True)
+        composed = engine.containers.list(all=True, filters={"label": COMPOSED}, ignore_removed=True)
+        left += [each for each in composed if each.labels[COMPOSED].startswith(f"{mark}-")]
         looks_without = 0 if left else looks_without + 1
         if left and time.monotonic() > until:
             names = ", ".join(each.name for each in left)
@@ -370,6 +389,10 @@ def remove_all(mark: str) -> None:
             with suppress(OSError):
                 each.remove(force=True, v=True)
         time.sleep(0.5)
+    for network in engine.networks.list(names=[f"{mark}-"]):
+        if network.name.startswith(f"{mark}-"):
+            with suppress(OSError):
+                network.remove()
     engine.close()
 
 

@@ -72,6 +72,18 @@ def running_engine() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def compose_engine() -> Iterator[str]:
+    """An engine with what Harbor needs beside it, its program among them; skips, and says so, where there is none."""
+    if shutil.which("harbor") is None:
+        skip("there is no program harbor (pip install harbor, with Python 3.12)")
+    with running_engine() as url:
+        command = ["docker", "--host", url, "compose", "version"]
+        if shutil.which("docker") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+            skip("there is no Docker Compose, which Harbor starts its containers with")
+        yield url
+
+
 def interpreter_archive(*programs: str) -> bytes:
     """A file system with this Python, its library, some programs and what they link to, where they are here."""
     modules = sorted((PREFIX / "lib").glob("python3*/lib-dynload/*.so"))
@@ -94,3 +106,24 @@ def interpreter_archive(*programs: str) -> bytes:
             with open(os.path.realpath(path), "rb") as file:
                 archive.addfile(entry, file)
     return content.getvalue()
+
+
+def harbor_task(engine: docker.DockerClient, folder: Path, instruction: str, wanted: str) -> None:
+    """A task of Harbor, and its image without a registry: hello.txt is to hold what is wanted."""
+    programs = ("bash", "cat", "chmod", "chown", "cp", "env", "find", "id", "ls", "mkdir", "mv", "rm", "sh", "sleep")
+    image = "spo-test-harbor"
+    if not engine.images.list(image):
+        archive = interpreter_archive(*(f"/bin/{name}" for name in (*programs, "tar", "tee", "touch")))
+        engine.api.import_image_from_data(archive, repository=image)
+    files = {
+        "task.toml": '[task]\nname = "spo/hello"\n[agent]\ntimeout_sec = 600.0\n[verifier]\ntimeout_sec = 120.0\n',
+        "instruction.md": f"{instruction}\n",
+        "environment/Dockerfile": f"FROM {image}\nCOPY passwd /etc/passwd\nWORKDIR /app\n",
+        "environment/passwd": "root:x:0:0:root:/root:/bin/bash\n",
+        "solution/solve.sh": f"#!/bin/bash\necho '{wanted}' > hello.txt\n",
+        "tests/test.sh": "#!/bin/bash\n"
+        f"if [ \"$(cat hello.txt)\" = '{wanted}' ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
