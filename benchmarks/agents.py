@@ -39,9 +39,14 @@ GOAL = 1 / 1.05
 LIMIT_MS = 3.0
 SESSIONS = 1000
 MEMORY_LIMIT_MIB = 50.0
+# Open and without a call yet; a part of their list, which the page of a job's episodes asks for.
+OPEN = 10_000
+OPEN_MEMORY_LIMIT_MIB = 100.0
+OPEN_KIB = 8.0
+LISTED, LISTED_LIMIT_MS = 50, 200.0
 BEAT_SECONDS = 2.0
 START_SECONDS = 60.0
-SMOKE = {"CONVERSATIONS": 1, "TURNS": 2, "ROUNDS": 1, "SESSIONS": 5}
+SMOKE = {"CONVERSATIONS": 1, "TURNS": 2, "ROUNDS": 1, "SESSIONS": 5, "OPEN": 20}
 ANSWER = " ".join(["word"] * ANSWER_TOKENS)
 
 
@@ -69,6 +74,26 @@ class Asked:
         medians = {kind: statistics.median(taken) for kind, taken in self.latencies.items()}
         return max(0.0, medians["session"] - medians["plain"])
 
+    def unmatched(self) -> float:
+        """Of the tokens that a conversation had read and sampled before each of its calls, how many were not known."""
+        place, key = self.open()
+        self.converse("session", place, key, TURNS)
+        calls = self._get(f"/v1/agents/sessions/{place.split('/')[2]}/tree")["calls"]
+        known, broken, before = 0, 0, 0
+        for last, call in enumerate(calls, -1):
+            known += before
+            broken += 0 if last < 0 or call["parent"] == last else before
+            before += len(call["read"]) + len(call["sampled"])
+        return broken / known
+
+    def listed_ms(self) -> float:
+        """How long a part of the job's sessions takes."""
+        began = time.perf_counter()
+        part = self._get(f"/v1/agents/sessions?job={self.job_id}&limit={LISTED}")
+        taken = 1000 * (time.perf_counter() - began)
+        assert part["items"]
+        return taken
+
     def open(self) -> tuple[str, str]:
         """A session's path and key."""
         opened = self._post("/v1/agents/sessions", KEY, {"job": self.job_id})
@@ -82,6 +107,12 @@ class Asked:
             answer = self._post(f"{place}/chat/completions", key, {"model": self.job_id, "messages": said})
             self.latencies[kind].append(1000 * (time.perf_counter() - began))
             said += [answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]
+
+    def _get(self, path: str) -> dict[str, Any]:
+        answer = self.client.get(path, headers={"Authorization": f"Bearer {KEY}"})
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()
+        return found
 
     def _post(self, path: str, key: str, body: dict[str, object]) -> dict[str, Any]:
         answer = self.client.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
@@ -104,7 +135,10 @@ def measure() -> list[Row]:
             lower_is_better=True,
         )
         added = within("what a session adds to a call", "ms", asked.added_ms, limit=LIMIT_MS, rounds=1)
-        return [compared, added, *_waiting(asked)]
+        again = within(
+            "tokens of earlier calls that are not fed as they were", "share", asked.unmatched, limit=0, rounds=1
+        )
+        return [compared, added, again, *_waiting(asked), *_open(asked)]
 
 
 def _waiting(asked: Asked) -> list[Row]:
@@ -119,6 +153,21 @@ def _waiting(asked: Asked) -> list[Row]:
     return [
         within(f"{SESSIONS} idle sessions, orchestrator", "MiB", lambda: grown, limit=MEMORY_LIMIT_MIB, rounds=1),
         within("an idle session of one call, Redis", "KiB", lambda: kept, limit=1024.0, rounds=1),
+    ]
+
+
+def _open(asked: Asked) -> list[Row]:
+    orchestrator = psutil.Process(asked.found.orchestrator.pid)
+    stored = int(asked.found.client.info("memory")["used_memory"])
+    before = orchestrator.memory_info().rss
+    for _ in range(OPEN):
+        asked.open()
+    grown = (orchestrator.memory_info().rss - before) / 2**20
+    kept = (int(asked.found.client.info("memory")["used_memory"]) - stored) / 2**10 / OPEN
+    return [
+        within(f"{OPEN} open sessions, orchestrator", "MiB", lambda: grown, limit=OPEN_MEMORY_LIMIT_MIB, rounds=1),
+        within("an open session, Redis", "KiB", lambda: kept, limit=OPEN_KIB, rounds=1),
+        within(f"{LISTED} of them listed", "ms", asked.listed_ms, limit=LISTED_LIMIT_MS, rounds=ROUNDS),
     ]
 
 

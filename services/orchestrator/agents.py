@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from hashlib import sha256
 
 from ulid import ULID
@@ -33,6 +34,9 @@ KEEP_SECONDS = 86_400
 # The same request again within it, from a client that says it tries again, gets the same answer.
 REMEMBERED_SECONDS = 600
 MOST_BYTES = 64 << 20
+# A call names so many of those before it, so that a path is read in a few parts, however long it is.
+MOST_ABOVE = 64
+KNOWN_FORMATS = 256
 
 Turn = Mapping[str, object]
 
@@ -130,16 +134,21 @@ _PACKED = {"read": "i", "sampled": "i", "logprobs": "f"}
 
 @dataclass(frozen=True)
 class Continuation:
-    """Where a call's messages stand in the tree: after a node and so many of them, with the tokens up to there.
+    """Where a call's messages stand in the tree: after a call and so many of them, with the tokens up to there.
 
-    node None: at a root. state: the digest of all messages. reason: as a node's.
+    number: of the call; None: at a root. state: the digest of all messages. reason: as a node's. above: the call and
+    the nearest before it, MOST_ABOVE at most. begins: tokens that the path's root has read. is_leaf: no call has gone
+    on from there yet.
     """
 
-    node: CallNode | None
+    number: int | None
     turns: int
     token_ids: tuple[int, ...]
     state: str
     reason: str = ""
+    above: tuple[int, ...] = ()
+    begins: int = 0
+    is_leaf: bool = True
 
 
 def _turn_digest(state: str, turn: Turn) -> str:
@@ -172,14 +181,25 @@ class SessionTree:
 
     def node(self, number: int) -> CallNode:
         """A call with its tokens. Raises NotFound."""
-        names = [str(number), *(f"{number}:{name}" for name in _PACKED)]
-        header, *packed = self.client.hmget(self.key, names)
-        if header is None:
-            raise NotFound(f"session {self.session.id} has no call {number}", code="session_not_found")
-        values: dict[str, tuple[float, ...]] = {}
-        for (name, kind), raw in zip(_PACKED.items(), packed, strict=True):
-            values[name] = tuple(array(kind, raw or b""))
-        return record_of(CallNode, {**json.loads(header), **values})
+        if found := self._read([number]):
+            return found[0]
+        raise NotFound(f"session {self.session.id} has no call {number}", code="session_not_found")
+
+    def _read(self, numbers: Sequence[int]) -> list[CallNode]:
+        """Those of the calls that are there."""
+        if not numbers:
+            return []
+        names = [name for number in numbers for name in (f"{number}", *(f"{number}:{each}" for each in _PACKED))]
+        stored = iter(self.client.hmget(self.key, names))
+        found: list[CallNode] = []
+        for header, *packed in zip(*[stored] * (1 + len(_PACKED)), strict=True):
+            if header is None:
+                continue
+            values: dict[str, tuple[float, ...]] = {}
+            for (name, kind), raw in zip(_PACKED.items(), packed, strict=True):
+                values[name] = tuple(array(kind, raw or b""))
+            found.append(record_of(CallNode, {**json.loads(header), **values}))
+        return found
 
     def path(self, node: CallNode) -> list[CallNode]:
         """The nodes from the root to this one."""
@@ -191,34 +211,62 @@ class SessionTree:
     def nodes(self, most: int | None = None) -> list[CallNode]:
         """All calls in the order of their numbers, or the first of them."""
         numbers = sorted(int(name) for name in self.client.hkeys(self.key) if name.isdigit())
-        return [self.node(number) for number in numbers[:most]]
+        parts = [numbers[:most][first : first + MOST_ABOVE] for first in range(0, len(numbers[:most]), MOST_ABOVE)]
+        return [node for part in parts for node in self._read(part)]
 
     def find(self, turns: Sequence[Turn], tools: Sequence[object]) -> Continuation:
         """Where messages continue what the session has answered; tools: what the template is shown."""
-        known = {}
+        known: Mapping[bytes, bytes] = {}
         if any(turn["role"] == "assistant" for turn in turns):
-            known = {name.decode(): int(number) for name, number in self.client.hgetall(self.states).items()}
+            known = self.client.hgetall(self.states)
         state, found, matched = self._root(tools), None, 0
         foreign = False
         for place, turn in enumerate(turns, 1):
-            number = None
-            if turn["role"] == "assistant":
-                number = known.get(_turn_digest(state, turn), known.get(_turn_digest(state, loosely(turn))))
-                foreign |= number is None
-            if number is None:
-                state = _turn_digest(state, turn)
+            exact = _turn_digest(state, turn)
+            if turn["role"] != "assistant":
+                state = exact
                 continue
-            found, matched, foreign = self.node(number), place, False
-            # From here on as it was answered, whatever a client has made of it.
-            state = found.state
+            number = known.get(exact.encode())
+            if number is not None:
+                state = exact
+            elif (number := known.get(_turn_digest(state, loosely(turn)).encode())) is not None:
+                # From here on as it was answered, whatever a client has made of it.
+                state = self._state(int(number))
+            else:
+                foreign, state = True, exact
+                continue
+            found, matched, foreign = int(number), place, False
         reason = ""
         if foreign:
             reason = "edited" if known else "foreign_assistant"
         if found is None:
             return Continuation(None, 0, (), state, reason)
-        path = self.path(found)
-        token_ids = tuple(token for node in path for token in (*node.read, *node.sampled))
-        return Continuation(found, matched, token_ids, state, reason)
+        is_leaf = f"child:{found}".encode() not in known
+        return replace(self._up_to(found), turns=matched, state=state, reason=reason, is_leaf=is_leaf)
+
+    def _state(self, number: int) -> str:
+        """The digest of all messages up to an answer."""
+        header = self.client.hget(self.key, str(number))
+        return "" if header is None else str(json.loads(header)["state"])
+
+    def _up_to(self, number: int) -> Continuation:
+        """After a call: the tokens of its path, which is read in parts of MOST_ABOVE calls."""
+        tokens: list[bytes] = []
+        part = [number]
+        above: tuple[int, ...] = (number,)
+        while part:
+            names = [f"{each}:{kind}" for each in part for kind in ("sampled", "read")]
+            *packed, raw = self.client.hmget(self.key, [*names, f"{part[-1]}:above"])
+            if raw is None:
+                # As an older release stored it.
+                path = self.path(self.node(part[0]))
+                packed = [array("i", each).tobytes() for node in path[::-1] for each in (node.sampled, node.read)]
+            tokens += [each or b"" for each in packed]
+            before = tuple(array("i", raw or b""))
+            above = (*above, *before)[:MOST_ABOVE] if part == [number] else above
+            part = list(before)
+        token_ids = tuple(array("i", b"".join(tokens[::-1])))
+        return Continuation(number, 0, token_ids, "", above=above, begins=len(tokens[-1]) // array("i").itemsize)
 
     def room(self, continued: Continuation, counts: Mapping[str, str]) -> int | None:
         """How long a path may be that goes on from here, prompt included, for the episode to stay within its tokens.
@@ -228,8 +276,8 @@ class SessionTree:
         most = self.session.max_episode_tokens
         if most is None or not int(counts["calls"]):
             return None
-        left, node = most - int(counts.get("spelled", 0)), continued.node
-        goes_on = node is not None and not self.client.hexists(self.states, f"child:{node.number}")
+        left = most - int(counts.get("spelled", 0))
+        goes_on = continued.number is not None and continued.is_leaf
         return max(1, left + (len(continued.token_ids) if goes_on else 0))
 
     def retried(self, body_digest: str) -> CallNode | None:
@@ -240,22 +288,35 @@ class SessionTree:
         node = self.node(int(number))
         return node if now_ms() - node.at_unix_ms < REMEMBERED_SECONDS * 1000 else None
 
-    def append(self, node: CallNode, body_digest: str) -> CallNode:
-        """Store a call; returns it with its number. Raises SessionFull where the tree takes no more."""
+    def append(self, node: CallNode, body_digest: str, above: Sequence[int] = ()) -> CallNode:
+        """Store a call; returns it with its number. above: its parent and those before it, as a continuation has them.
+
+        Raises SessionFull where the tree takes no more, Conflict (code "already_decided") where the session has ended.
+        """
         session = own_keys.agent_session(self.session.id)
-        number = self.client.hincrby(session, "calls", 1) - 1
+        with self.client.pipeline(transaction=True) as reserved:
+            reserved.hget(session, "outcome")
+            reserved.hincrby(session, "calls", 1)
+            if node.parent is not None:
+                reserved.hsetnx(self.states, f"child:{node.parent}", 1)
+            outcome, calls, *goes_on = reserved.execute()
+        if outcome is not None:
+            self.client.hincrby(session, "calls", -1)
+            raise Conflict("the session has ended meanwhile: nothing more is stored", code="already_decided")
+        number = calls - 1
         answered = as_answered(node.text, node.calls)
         alike = _turn_digest(node.state, loosely(answered))
         node = replace(node, number=number, state=_turn_digest(node.state, answered))
-        header = {name: value for name, value in asdict(node).items() if name not in _PACKED}
+        # asdict would copy each of thousands of tokens.
+        header = {name: value for name, value in vars(node).items() if name not in _PACKED}
         fields: dict[str, str | bytes] = {str(number): json.dumps(header)}
         fields |= {f"{number}:{name}": array(kind, getattr(node, name)).tobytes() for name, kind in _PACKED.items()}
+        fields[f"{number}:above"] = array("i", above).tobytes()
         if self.client.hincrby(session, "bytes", sum(map(len, fields.values()))) > MOST_BYTES:
             raise SessionFull(f"the session holds {MOST_BYTES} bytes")
         life = max(1, self.session.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
-        goes_on = node.parent is None or self.client.hsetnx(self.states, f"child:{node.parent}", number)
         # Another branch is trained on with all that it reads.
-        spelled = len(node.sampled) + (len(node.read) if number else 0) + (0 if goes_on else node.cached_tokens)
+        spelled = len(node.sampled) + (len(node.read) if number else 0) + (0 if all(goes_on) else node.cached_tokens)
         with self.client.pipeline(transaction=True) as writes:
             writes.hset(self.key, mapping=fields)
             writes.hset(self.states, mapping={node.state: number, alike: number, f"retry:{body_digest}": number})
@@ -276,6 +337,8 @@ class AgentSessions:
 
     def __init__(self, jobs: JobStore) -> None:
         self.jobs = jobs
+        # A job's spec stays as it is.
+        self.chat_format = lru_cache(maxsize=KNOWN_FORMATS)(lambda job_id: jobs.spec(job_id).model.chat_format)
 
     def open(self, session: AgentSession) -> tuple[AgentSession, SessionSecrets]:
         """Store a session; its id and secrets are made here."""
@@ -302,17 +365,34 @@ class AgentSessions:
             raise NotFound(f"there is no session {session_id}", code="session_not_found")
         return record_of(AgentSession, json.loads(raw))
 
-    def of_job(self, job_id: str, most: int, skip: int = 0) -> list[AgentSession]:
-        """The newest sessions of a job, after so many newer ones."""
-        ids = self.jobs.client.zrange(own_keys.agent_sessions(job_id), -most - skip, -1 - skip)
-        records = [self.jobs.client.hget(own_keys.agent_session(each.decode()), "record") for each in ids[::-1]]
-        return [record_of(AgentSession, json.loads(raw)) for raw in records if raw]
+    def standing(self, session_id: str) -> tuple[AgentSession, dict[str, str]]:
+        """A session and its counts, in one read. Raises NotFound."""
+        fields = self.jobs.client.hgetall(own_keys.agent_session(session_id))
+        if b"record" not in fields:
+            raise NotFound(f"there is no session {session_id}", code="session_not_found")
+        return _standing(fields)
+
+    def of_job(
+        self, job_id: str, most: int, skip: int = 0, after: str | None = None
+    ) -> list[tuple[AgentSession, dict[str, object]]]:
+        """The newest sessions of a job and what is shown of each, after so many newer ones, or after that session."""
+        key = own_keys.agent_sessions(job_id)
+        if after is not None:
+            rank = self.jobs.client.zrevrank(key, after)
+            if rank is None:
+                return []
+            skip = rank + 1
+        ids = self.jobs.client.zrevrange(key, skip, skip + most - 1)
+        with self.jobs.client.pipeline(transaction=False) as reads:
+            for each in ids:
+                reads.hgetall(own_keys.agent_session(each.decode()))
+            stored = reads.execute()
+        found = [_standing(fields) for fields in stored if b"record" in fields]
+        return [(session, _seen(counts)) for session, counts in found]
 
     def seen(self, session: AgentSession) -> dict[str, object]:
         """What is shown of a session beside its record."""
-        counts = self.counts(session)
-        used = {name: int(counts.get(name, 0)) for name in ("calls", "tokens")}
-        return {**used, "closed": counts.get("closed", ""), "outcome": self.outcome(session)}
+        return _seen(self.counts(session))
 
     def counts(self, session: AgentSession) -> dict[str, str]:
         """How many calls and tokens it has used, why it is closed, and its outcome."""
@@ -325,12 +405,12 @@ class AgentSessions:
     def principal(self, session_id: str, key: str) -> Principal:
         """Who calls a session's paths. Raises InvalidInput (code "unauthorized"): another key, or a closed session."""
         try:
-            session = self.get(session_id)
+            session, counts = self.standing(session_id)
         except NotFound:
-            session = None
-        if session is None or not hmac.compare_digest(_secret(key), session.key_digest):
+            raise InvalidInput("this is no key of this session", code="unauthorized") from None
+        if not hmac.compare_digest(_secret(key), session.key_digest):
             raise InvalidInput("this is no key of this session", code="unauthorized")
-        if reason := self.counts(session).get("closed"):
+        if reason := counts.get("closed"):
             raise InvalidInput(f"the session is closed: {reason}", code="unauthorized")
         return Principal(f"session {session.id}", session.tenant, frozenset({"models:query"}))
 
@@ -339,11 +419,10 @@ class AgentSessions:
         if not hmac.compare_digest(_secret(token), session.token_digest):
             raise InvalidInput("the outcome needs the session's token, not its key", code="forbidden")
 
-    def require_room(self, session: AgentSession) -> None:
+    def require_room(self, session: AgentSession, counts: Mapping[str, str]) -> None:
         """Raises SessionFull or InvalidInput (code "prompt_too_long") where a session has used what it may."""
         if now_ms() > session.deadline_unix_ms:
             raise SessionFull("the session's time is over")
-        counts = self.counts(session)
         if int(counts["calls"]) >= session.max_calls:
             raise SessionFull(f"the session has made its {session.max_calls} calls")
         if int(counts["tokens"]) >= session.max_tokens:
@@ -370,6 +449,17 @@ class AgentSessions:
                 raise Conflict("the episode has another outcome already", code="already_decided")
         self.jobs.client.hset(key, "closed", reason)
         return outcome
+
+
+def _standing(fields: Mapping[bytes, bytes]) -> tuple[AgentSession, dict[str, str]]:
+    counts = {name.decode(): raw.decode() for name, raw in fields.items() if name != b"record"}
+    return record_of(AgentSession, json.loads(fields[b"record"])), counts
+
+
+def _seen(counts: Mapping[str, str]) -> dict[str, object]:
+    used = {name: int(counts.get(name, 0)) for name in ("calls", "tokens")}
+    outcome = counts.get("outcome")
+    return {**used, "closed": counts.get("closed", ""), "outcome": None if outcome is None else json.loads(outcome)}
 
 
 def _secret(text: str) -> str:

@@ -251,13 +251,14 @@ def agent_session(session_id: str) -> str:
 
 def agent_nodes(session_id: str) -> str:
     """Hash of a session's calls: number -> JSON of it, number:read and number:sampled -> int32 tokens,
-    number:logprobs -> float32; expires. Orchestrator."""
+    number:logprobs -> float32, number:above -> int32 numbers of the calls before it, the nearest first and at most 64;
+    expires. Orchestrator."""
     return f"spo:orchestrator:agent_session:{session_id}:nodes"
 
 
 def agent_states(session_id: str) -> str:
     """Hash: digest of messages up to an answer, or retry:<digest of a request> -> number of the call that gave it;
-    child:<number> -> that of the first call that went on from it; expires. Orchestrator."""
+    child:<number> -> 1 once a call has gone on from it; expires. Orchestrator."""
     return f"spo:orchestrator:agent_session:{session_id}:states"
 
 

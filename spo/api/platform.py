@@ -555,7 +555,7 @@ class SessionView(Document):
     outcome: JsonObject | None
 
 
-class SessionList(Listing[SessionView]):
+class SessionPage(Page[SessionView]):
     pass
 
 

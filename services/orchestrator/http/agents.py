@@ -13,7 +13,7 @@ from dataclasses import asdict
 from hashlib import sha256
 from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
@@ -36,7 +36,7 @@ from services.orchestrator.job_records import tenants_of
 from services.orchestrator.serving import Target
 from services.orchestrator.versions import announced_version
 from spo import api
-from spo.errors import Conflict, InvalidInput, NotFound, ResourceExhausted
+from spo.errors import InvalidInput, NotFound, ResourceExhausted
 from spo.spec.section import LOWEST_TEMPERATURE, JobState
 from spo.v1.inference_service_pb2 import ServedPart, ServeRequest
 
@@ -45,6 +45,9 @@ calls_router = APIRouter(prefix="/s/{session_id}/v1", tags=["agents"])
 
 # A session's own path may carry its key, for programs that overwrite keys.
 SessionPath = Annotated[str, Path(pattern=r"^ses_[0-9A-HJKMNP-TV-Z]{26}(\.[A-Za-z0-9_-]{1,100})?$")]
+
+# The last session of the part before.
+SessionCursor = Annotated[str | None, Query(pattern=r"^ses_[0-9A-HJKMNP-TV-Z]{26}$")]
 
 MOST_AT_ONCE = 8
 LOOK_SECONDS = 0.2
@@ -97,10 +100,14 @@ def grant_of(request: Request, session: AgentSession, opened: SessionSecrets) ->
 
 
 @router.get("/sessions")
-def list_sessions(context: ContextDep, principal: PrincipalDep, job: str, limit: Limit = 100) -> api.SessionList:
-    """The newest sessions of a job."""
+def list_sessions(
+    context: ContextDep, principal: PrincipalDep, job: str, limit: Limit = 100, cursor: SessionCursor = None
+) -> api.SessionPage:
+    """The sessions of a job, those that end last first."""
     require_own_job(context, principal, job)
-    return api.SessionList(items=[_view(context, each) for each in context.agent_sessions.of_job(job, limit)])
+    found = context.agent_sessions.of_job(job, limit, after=cursor)
+    items = [api.SessionView.model_validate({**asdict(session), **seen}) for session, seen in found]
+    return api.SessionPage(items=items, next_cursor=items[-1].id if len(items) == limit else None)
 
 
 @router.get("/sessions/{session_id}")
@@ -114,7 +121,7 @@ def get_session_tree(context: ContextDep, principal: PrincipalDep, session_id: S
     """All calls of a session: messages, tokens, versions, and where its history was broken and why."""
     session = _own(context, principal, session_id)
     nodes = context.agent_sessions.tree(session).nodes()
-    calls = [api.SessionCall.model_validate(asdict(node)) for node in nodes]
+    calls = [api.SessionCall.model_validate(vars(node)) for node in nodes]
     return api.SessionTreeView(session=_view(context, session), calls=calls)
 
 
@@ -225,7 +232,7 @@ def give_episode_back(
 @calls_router.get("/models")
 def list_session_models(context: ContextDep, session_id: SessionPath) -> OpenAiModelList:
     """The one model of the session."""
-    session = session_of(context, session_id)
+    session = context.agent_sessions.get(named(session_id))
     model = OpenAiModel(
         id="policy", created=session.created_unix_ms // 1000, owned_by=session.tenant or "operator", root=session.job_id
     )
@@ -237,8 +244,8 @@ async def session_chat_completion(
     request: Request, context: ContextDep, principal: PrincipalDep, session_id: SessionPath, body: ChatRequest
 ) -> Response:
     """The policy's next turn in a session; any `model` means the session's policy."""
-    session = await run_in_threadpool(session_of, context, session_id)
-    return await EpisodeCompletion(context, principal, request, body, session).respond()
+    standing = await run_in_threadpool(context.agent_sessions.standing, named(session_id))
+    return await EpisodeCompletion(context, principal, request, body, standing).respond()
 
 
 @calls_router.post("/responses", response_class=JSONResponse, responses=WHOLE)
@@ -246,8 +253,8 @@ async def session_response(
     request: Request, context: ContextDep, principal: PrincipalDep, session_id: SessionPath, body: ResponsesRequest
 ) -> Response:
     """The same, as OpenAI's Responses API has it."""
-    session = await run_in_threadpool(session_of, context, session_id)
-    return await answered(EpisodeCompletion(context, principal, request, body.chat(), session), body)
+    standing = await run_in_threadpool(context.agent_sessions.standing, named(session_id))
+    return await answered(EpisodeCompletion(context, principal, request, body.chat(), standing), body)
 
 
 @calls_router.post("/messages", response_class=JSONResponse, responses=WHOLE)
@@ -255,25 +262,30 @@ async def session_message(
     request: Request, context: ContextDep, principal: PrincipalDep, session_id: SessionPath, body: MessagesRequest
 ) -> Response:
     """The same, as Anthropic's Messages API has it."""
-    session = await run_in_threadpool(session_of, context, session_id)
-    return await answered(EpisodeCompletion(context, principal, request, body.chat(), session), body)
+    standing = await run_in_threadpool(context.agent_sessions.standing, named(session_id))
+    return await answered(EpisodeCompletion(context, principal, request, body.chat(), standing), body)
 
 
-def session_of(context: AppContext, path: str) -> AgentSession:
-    """The session that a path of its own names; whoever asks has shown its key."""
-    return context.agent_sessions.get(path.partition(".")[0])
+def named(path: str) -> str:
+    """The id of the session that a path of its own names; whoever asks has shown its key."""
+    return path.partition(".")[0]
 
 
 class EpisodeCompletion(ServedCompletion):
     """A call of a session: the tokens that it has been answered are fed again as they are."""
 
     def __init__(
-        self, context: AppContext, principal: Principal, request: Request, body: ChatRequest, session: AgentSession
+        self,
+        context: AppContext,
+        principal: Principal,
+        request: Request,
+        body: ChatRequest,
+        standing: tuple[AgentSession, Mapping[str, str]],
     ) -> None:
         super().__init__(context, principal, request, body)
         self.chat = body
-        self.session = session
-        self.tree = context.agent_sessions.tree(session)
+        self.session, self.counts = standing
+        self.tree = context.agent_sessions.tree(self.session)
         self.turns = list(conversation(body.messages))
         self.continued = Continuation(None, 0, (), "")
         said = body.model_dump_json(exclude={"stream", "stream_options"})
@@ -286,7 +298,7 @@ class EpisodeCompletion(ServedCompletion):
             raise refused("/n", "a session samples one answer a call")
         if self._tries_again() and (node := await run_in_threadpool(self.tree.retried, self.body_digest)):
             return self._again(node)
-        await run_in_threadpool(self.context.agent_sessions.require_room, self.session)
+        self.context.agent_sessions.require_room(self.session, self.counts)
         return await super().respond()
 
     @contextmanager
@@ -318,41 +330,36 @@ class EpisodeCompletion(ServedCompletion):
         wanted.temperature, wanted.top_p = session.temperature, session.top_p
         wanted.frequency_penalty = wanted.presence_penalty = 0.0
         wanted.ignore_eos = False
-        counts = self.context.agent_sessions.counts(session)
-        number = int(counts["calls"])
-        wanted.seed = (session.seed + 1_000_003 * number) % 2**62
+        wanted.seed = (session.seed + 1_000_003 * int(self.counts["calls"])) % 2**62
         wanted.logprobs = True
         wanted.loaded_version = session.version is None
         wanted.context_token_ids.extend(self.continued.token_ids)
         wanted.context_turns = self.continued.turns
         if session.max_response_tokens is not None:
-            root = self.tree.path(self.continued.node)[0] if self.continued.node else None
-            begins = len(root.read) if root else session.max_prompt_tokens or 0
+            begins = session.max_prompt_tokens or 0 if self.continued.number is None else self.continued.begins
             wanted.path_tokens = begins + session.max_response_tokens
-            if (room := self.tree.room(self.continued, counts)) is not None:
+            if (room := self.tree.room(self.continued, self.counts)) is not None:
                 wanted.path_tokens = min(wanted.path_tokens, room)
             # A prompt that is shorter than it may be leaves the answer no more room.
             wanted.max_tokens = min(wanted.max_tokens or session.max_response_tokens, session.max_response_tokens)
 
     def keep(self, answer: OpenAiAnswer) -> None:
         """Store the call, before its end is told."""
-        if self.context.agent_sessions.outcome(self.session) is not None:
-            raise Conflict("the session has ended meanwhile: nothing more is stored", code="already_decided")
         (choice,), found = answer.choices, self.continued
         prompt, known = tuple(answer.prompt_token_ids), found.token_ids
         extends = prompt[: len(known)] == known
-        node, reason = (found.node, found.reason) if extends else (None, "template_rewrites")
+        parent, reason = (found.number, found.reason) if extends else (None, "template_rewrites")
         most = self.session.max_prompt_tokens
-        if node is None and most is not None and len(prompt) > most:
+        if parent is None and most is not None and len(prompt) > most:
             message = f"the agent's first prompt has {len(prompt)} tokens, more than model.max_prompt_tokens {most}"
             raise InvalidInput(message, code="prompt_too_long")
         (answered,) = conversation([ChatMessage.model_validate({"role": "assistant", "tool_calls": choice.calls})])
-        chat = self.context.jobs.spec(self.session.job_id).model.chat_format
+        chat = self.context.agent_sessions.chat_format(self.session.job_id)
         stored = CallNode(
             number=0,
-            parent=node.number if node else None,
+            parent=parent,
             state=found.state,
-            messages=tuple(self.turns[found.turns if node else 0 :]),
+            messages=tuple(self.turns[0 if parent is None else found.turns :]),
             text=choice.text,
             calls=tuple(cast("list[Turn]", answered.get("tool_calls", []))),
             finish_reason=choice.finish_reason,
@@ -374,7 +381,7 @@ class EpisodeCompletion(ServedCompletion):
             sampled=tuple(choice.token_ids),
             logprobs=tuple(token.logprob for token in choice.tokens),
         )
-        self.tree.append(stored, self.body_digest)
+        self.tree.append(stored, self.body_digest, () if parent is None else found.above)
         note_call(self.form.dialect, stored, 0 if extends else len(known))
         if not self.chat.logprobs:
             choice.tokens.clear()

@@ -58,9 +58,9 @@ class SyncAgentCalls:
         body = {"job": job, **limits}
         return self._connection.ask(api.SessionGrant, "POST", SESSIONS, repeatable=False, json=body)
 
-    def all(self, job: str) -> list[api.SessionView]:
-        """The newest sessions of a job. Raises NotFound."""
-        return (self._connection.ask(api.SessionList, "GET", SESSIONS, params={"job": job})).items
+    def all(self, job: str, limit: int = 100) -> list[api.SessionView]:
+        """Up to `limit` sessions of a job, those that end last first. Raises NotFound."""
+        return self._connection.pages(api.SessionPage, SESSIONS, {"job": job}, limit)
 
     def get(self, session_id: str) -> api.SessionView:
         """A session, what it has used, and its outcome. Raises NotFound."""

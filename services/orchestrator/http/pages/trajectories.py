@@ -441,11 +441,7 @@ def show_episodes(
     """The sessions of a job's agents, newest first."""
     job = job_document(context, job_id)
     sessions = context.agent_sessions.of_job(job_id, EPISODES_ON_A_PAGE + 1, skip)
-    rows = [
-        {"session": each, "state": _state(each, seen), **seen}
-        for each in sessions[:EPISODES_ON_A_PAGE]
-        for seen in [context.agent_sessions.seen(each)]
-    ]
+    rows = [{"session": each, "state": _state(each, seen), **seen} for each, seen in sessions[:EPISODES_ON_A_PAGE]]
     facts = {
         "job": job,
         "rows": rows,
