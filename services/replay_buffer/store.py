@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -249,7 +249,7 @@ _QHAT_0_TAG = SampledTrajectory.QHAT_0_FIELD_NUMBER << 3 | _DOUBLE
 _ERROR_TAG = SampledTrajectory.QHAT_0_ERROR_FIELD_NUMBER << 3 | _DOUBLE
 
 # What a trajectory holds by token, and what training does not read.
-BY_TOKEN = ("prompt_token_ids", "response_token_ids", "sampling_logprobs", "reference_logprobs", "response_text")
+ByToken = Literal["prompt_token_ids", "response_token_ids", "sampling_logprobs", "reference_logprobs", "response_text"]
 
 # A script holds up every other client while it runs.
 CHUNK_TRAJECTORIES = 256
@@ -288,7 +288,7 @@ def outline_of(sampled: SampledPayload) -> SampledTrajectory:
     """A sampled trajectory without what grows with its tokens, and how many these are."""
     trajectory = sampled.trajectory
     counts = Outline(prompt_tokens=len(trajectory.prompt_token_ids), response_tokens=len(trajectory.response_token_ids))
-    for name in BY_TOKEN:
+    for name in get_args(ByToken):
         trajectory.ClearField(name)
     return SampledTrajectory(trajectory=trajectory, qhat_0=sampled.qhat_0, qhat_0_error=sampled.error, outline=counts)
 

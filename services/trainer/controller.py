@@ -239,7 +239,7 @@ class Controller:
     def next_command(self, progress: TrainingProgress) -> Command:
         """Decide what all ranks do next, and give each its part of it."""
         self._context.weight_version = self._announced
-        self._rows = ()
+        self._rows = tuple[TrainingSample, ...]()
         self._report_saved(progress)
         command = self._interruption(progress) or self._due(progress) or self._next_batch(progress)
         if command.kind in WRITING and not self._still_owns():

@@ -249,7 +249,7 @@ class EpisodeRunner:
             printed = played.printed[-500:]
             log.warning("an episode is given back", session=lease.lease_id, status=played.status, printed=printed)
             return
-        outcome = {
+        outcome: dict[str, object] = {
             "token": lease.session.token,
             "status": played.status,
             "reward": played.reward,
