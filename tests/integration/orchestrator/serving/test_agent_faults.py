@@ -85,7 +85,7 @@ def test_an_episode_whose_runner_is_killed_in_a_call_begins_anew_and_the_old_cal
     sessions = played.context.agent_sessions
     (killed,) = [
         each
-        for each in sessions.of_job(played.job_id, 10)
+        for each, _ in sessions.of_job(played.job_id, 10)
         if (sessions.outcome(each) or {}).get("status") not in ("finished", "cut")
     ]
     assert not sessions.tree(killed).nodes(), "a call whose session has ended is not stored"

@@ -176,7 +176,7 @@ def test_an_unmodified_program_plays_episodes_that_become_rollouts_token_for_tok
 
 def _session(played: Played, trajectory: Trajectory) -> str:
     sessions = played.context.agent_sessions.of_job(played.job_id, 10)
-    return next(each.id for each in sessions if each.seed == trajectory.seed)
+    return next(each.id for each, _ in sessions if each.seed == trajectory.seed)
 
 
 def test_what_fails_is_begun_anew_and_lost_at_the_third_time_and_never_a_reward_of_0(
