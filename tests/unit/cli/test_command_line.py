@@ -127,6 +127,8 @@ def test_every_command_that_shows_something_can_show_it_to_a_program() -> None:
     # They run until they are stopped, or write files.
     assert without == {
         "agents run",
+        "agents harbor",
+        "agents harbor-problems",
         "agents-demo",
         "up",
         "down",
