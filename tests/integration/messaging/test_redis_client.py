@@ -51,6 +51,10 @@ CALLS: dict[tuple[str, int], list[Call]] = {
     ("zdiff", 0): [lambda client: client.zdiff(["sorted", "none"])],
     ("zrange", 0): [lambda client: client.zrange("sorted", 0, -1)],
     ("zrange", 1): [lambda client: client.zrange("sorted", 0, -1, withscores=True)],
+    ("zrevrank", 0): [
+        lambda client: client.zrevrank("sorted", client.zrevrange("sorted", 0, 0)[0]),
+        lambda client: client.zrevrank("sorted", "nobody"),
+    ],
     ("zrevrange", 0): [lambda client: client.zrevrange("sorted", 0, 0)],
     ("zrevrange", 1): [lambda client: client.zrevrange("sorted", 0, 0, withscores=True)],
     ("zrangebyscore", 0): [lambda client: client.zrangebyscore("sorted", "(0", "+inf", start=0, num=5)],
@@ -90,6 +94,7 @@ QUEUED: dict[str, tuple[Callable[[RedisPipeline], object], object]] = {
     "hkeys": (lambda pipe: pipe.hkeys("hash"), list[bytes]),
     "hlen": (lambda pipe: pipe.hlen("hash"), int),
     "hset": (lambda pipe: pipe.hset("hash", mapping={"f": 1}), int),
+    "hsetnx": (lambda pipe: pipe.hsetnx("hash", "once", 1), int),
     "hdel": (lambda pipe: pipe.hdel("hash", "f", b"none"), int),
     "sadd": (lambda pipe: pipe.sadd("set", "w"), int),
     "srem": (lambda pipe: pipe.srem("set", b"w"), int),
