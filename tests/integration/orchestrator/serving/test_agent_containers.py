@@ -148,7 +148,7 @@ def test_an_agent_in_a_container_reaches_its_session_and_nothing_else(
 
 
 def test_a_runner_that_is_killed_leaves_no_container(counter: Counter, engine: docker.DockerClient) -> None:
-    Played(counter)
+    Played(counter, reward="verifier")
     command = [sys.executable, "-m", "spo.cli", "agents", "run", "--image", f"{IMAGE},memory_mib=128"]
     harness = f"guess={commands(ENDLESS)['guess']}"
     runner = subprocess.Popen(
