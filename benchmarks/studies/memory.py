@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,29 +109,32 @@ class MemoryRun:
 _OWN: Mapping[str, Any] = {"own": 0.1}
 _NEED: Mapping[str, Any] = {**_OWN, "need": 0.5}
 _LOST: Mapping[str, Any] = {**_OWN, "need": 0.75, "wanted": "lost"}
-# Whoever has the most to say first. GRPO with truncated weights is GRPO where all samples are fresh.
-CONTESTANTS: Sequence[Mapping[str, Any]] = (
+# Whoever has the most to say first, all of them on the one set of problems before any on the other. GRPO with truncated
+# weights is GRPO where all samples are fresh.
+COMPARED: Sequence[Mapping[str, Any]] = (
     {"method": "grpo"},
     {"method": "grpo", **_NEED},
     {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.5, "replay": "contrast"},
     {"method": "dapo"},
     {"method": "grpo", "replay": "contrast"},
-    {"method": "spo_group_scaled_paper_beta"},
-    {"method": "grpo", **_NEED, "replay": "mixed"},
-    {"method": "grpo_tis", "replay": "contrast"},
-    {"method": "rloo"},
     {"method": "dr_grpo"},
-    {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.5},
-    {"method": "dapo", "replay": "contrast"},
-    {"method": "oapl"},
-    {"method": "rloo", "replay": "contrast"},
-    {"method": "dr_grpo", "replay": "contrast"},
-    {"method": "oapl", "replay": "contrast"},
-    {"method": "grpo", **_OWN},
+    {"method": "rloo"},
+    {"method": "spo_group_scaled_paper_beta"},
     {"method": "none", "own": 1.0, "own_rows": 64},
+    {"method": "oapl"},
     {"method": "exgrpo", "replay": "experience"},
     {"method": "asymre", "replay": "any"},
     {"method": "topr", "replay": "any"},
+    {"method": "grpo", **_OWN},
+)
+PARTS: Sequence[Mapping[str, Any]] = (
+    {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.5},
+    {"method": "grpo", **_NEED, "replay": "mixed"},
+    {"method": "grpo_tis", "replay": "contrast"},
+    {"method": "dapo", "replay": "contrast"},
+    {"method": "rloo", "replay": "contrast"},
+    {"method": "dr_grpo", "replay": "contrast"},
+    {"method": "oapl", "replay": "contrast"},
     # Of the second: each of its parts changed.
     {"method": "grpo", **_NEED, "wanted": "lost"},
     {"method": "grpo", **_LOST},
@@ -139,15 +142,16 @@ CONTESTANTS: Sequence[Mapping[str, Any]] = (
     {"method": "grpo", **_NEED, "need_group": 16},
     {"method": "grpo", **_NEED, "need_temperature": 1.3},
 )
+CONTESTANTS = (*COMPARED, *PARTS)
 
 
 def next_run(done: Mapping[MemoryRun, float], seeds: Sequence[int]) -> MemoryRun | None:
-    """What to carry out now: a contestant's search and seeds in both settings, then the next one's; None at the end.
+    """What to carry out now: a search and then its seeds, everyone in one setting before the next; None at the end.
 
     done: pass@10 of each run so far.
     """
-    for each in CONTESTANTS:
-        for setting in ("p160", "hard"):
+    for contestants in (COMPARED, PARTS):
+        for setting, each in product(("p160", "hard"), contestants):
             search = MemoryRun(**each, setting=setting, searched=True)
             found = {run.rate: score for run, score in done.items() if replace(run, rate=search.rate) == search}
             if (rate := rate_to_try(found)) is not None:
