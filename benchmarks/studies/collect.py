@@ -130,7 +130,7 @@ def draw_memory(found: Sequence[Result], path: Path) -> None:
             for curve in curves:
                 axes[1].plot(rollouts, curve, style, color=color, alpha=0.25)
             means = [sum(each) / len(each) for each in zip(*curves, strict=True)]
-            axes[1].plot(rollouts, means, style, color=color, linewidth=2, label=f"{label} ({len(curves)})")
+            axes[1].plot(rollouts, means, style, marker=".", color=color, linewidth=2, label=f"{label} ({len(curves)})")
     axes[0].set(xscale="log", xlabel="rate", ylabel="pass@10 on the search's problems")
     axes[1].set(xlabel="rollouts", ylabel="held-out pass@10")
     for axis in axes:

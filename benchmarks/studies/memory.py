@@ -33,6 +33,7 @@ from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import SOURCE_REFERENCE
 from spo.v1.trajectory_pb2 import Trajectory
 
+# Where the picture's curves come from; others are examined at the end alone, since an examination costs half a run.
 EXAMINED = (50, 100, 150)
 HELD_OUT = 200
 # The problems on which rates are chosen: fewer, and others, of which only the end is examined.
@@ -87,6 +88,11 @@ class MemoryRun:
             f"{key} {value}" for key, value in asdict(self).items() if key not in apart and value != default[key]
         ]
         return ", ".join([self.method, *changed])
+
+    @property
+    def drawn(self) -> bool:
+        """Whether its scores on the way are wanted: of what spends rollouts by need, and of GRPO as it is."""
+        return not self.searched and (self.need > 0 or self.contestant == "grpo")
 
     @property
     def name(self) -> str:
@@ -251,7 +257,7 @@ def carry_out(run: MemoryRun, contest: Contest) -> dict[str, Any]:
         if batch:
             policy.learn(batch)
         learned += len(batch)
-        if step in (EXAMINED[-1:] if run.searched else EXAMINED):
+        if step == STEPS or (step in EXAMINED and run.drawn):
             at = str(step)
             found["correct"][at], found["distinct"][at] = _examined(contest, policy, run.seed + 1000)
             asked = [problem for problem in contest.tasks.evaluation for _ in range(SAMPLES_AT_ONE)]
