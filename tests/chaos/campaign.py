@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 from spo.client import Client
 from spo.client.models import Job
 from spo.errors import SpoError
+from spo.messaging.redis_client import connect
 from spo.testing.peers import wait_until
 from tests.chaos import episodes, invariants
 from tests.chaos.faults.fault import Stage
@@ -161,9 +162,15 @@ class Campaign:
             yield f"a score of {outcome.score}, undisturbed {usual}"
 
     def _ledger(self, outcome: JobOutcome) -> Iterator[str]:
+        missing: set[tuple[str, int]] = set()
+        if "harness" in self.spec["tasks"]:
+            samples = self.spec["rollout"]["samples_per_prompt"]
+            with connect(self.platform.redis_url) as redis:
+                found = invariants.missing_episodes(redis, outcome.job_id, samples)
+            outcome.given_up, outcome.dropped = len(found.given_up), len(found.dropped)
+            missing = found.given_up | found.dropped
         try:
-            samples = self.spec["rollout"]["samples_per_prompt"] if "harness" in self.spec["tasks"] else 0
-            counted = invariants.ledger_of(self.platform, outcome.job_id, self._stage.injected_dead_letters, samples)
+            counted = invariants.ledger_of(self.platform, outcome.job_id, self._stage.injected_dead_letters, missing)
         except (AssertionError, TimeoutError) as error:
             outcome.lost, outcome.doubled = invariants.lost_and_doubled(str(error))
             yield f"ledger: {str(error).splitlines()[0] if str(error) else 'a trajectory is incomplete'}"

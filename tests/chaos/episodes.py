@@ -77,7 +77,6 @@ def check_episodes(platform: ChaosPlatform, outcome: JobOutcome) -> Iterator[str
     """
     job_id = outcome.job_id
     with connect(platform.redis_url) as redis:
-        outcome.given_up = redis.hlen(own_keys.agent_lost(job_id))
         sessions = AgentSessions(JobStore(redis))
         known: dict[int, AgentSession] = {}
         for raw in redis.zrange(own_keys.agent_sessions(job_id), 0, -1):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.agent_episodes import POLL_SECONDS, RECLAIM_SECONDS
 from services.orchestrator.agents import AgentSessions
-from services.orchestrator.jobs import JobStore
+from services.orchestrator.jobs import JobStore, event_of
 from spo import redis_keys
 from spo.client import Client
 from spo.client.models import Job
@@ -29,6 +31,8 @@ MEMORY_RATIO = 1.5
 MEMORY_SLACK_BYTES = 4 << 20
 EVALUATION_SECONDS = 120
 NO_EXPIRY = -1
+# A group that is over is passed on at the next look, or by the next orchestrator once it is nobody's and that is up.
+PASSED_ON_SECONDS = POLL_SECONDS + RECLAIM_SECONDS + 10
 _ID = re.compile(r"[0-9a-f]{32,}|(job|eval|ses)_\w{26}|\d+")
 
 
@@ -79,8 +83,10 @@ class JobOutcome:
     trajectories: int = 0
     lost: int = 0
     doubled: int = 0
-    # Of agents: episodes that were given up, each by name and reason.
+    # Of agents: episodes that were given up, each by name and reason, and those of groups that were under way, or over
+    # but not passed on yet, when the job ended.
     given_up: int = 0
+    dropped: int = 0
     memory_bytes: int = 0
     keys: dict[str, int] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
@@ -115,34 +121,63 @@ def check_ended(
         yield f"evaluations at the steps {scores}"
 
 
-def ledger_of(platform: ChaosPlatform, job_id: str, dead_letters: Counter[str], samples: int = 0) -> int:
+def ledger_of(
+    platform: ChaosPlatform, job_id: str, dead_letters: Counter[str], missing: Collection[tuple[str, int]] = ()
+) -> int:
     """How many trajectories the job's ledger holds. Raises AssertionError, TimeoutError.
 
-    samples: of each group, where agents play them; else 0.
+    missing: groups and samples that must not be there.
     """
     with connect(platform.redis_url) as redis:
         experience = ExperienceStore(str(platform.launcher.state_path / "experience"))
-        missing = missing_episodes(redis, job_id, samples) if samples else ()
         return check_ledger(redis, job_id, dead_letters=dead_letters, experience=experience, missing=missing)
 
 
-def missing_episodes(redis: RedisClient, job_id: str, samples: int) -> set[tuple[str, int]]:
-    """Groups and samples that cannot be in the ledger: those that are counted as lost, and all of each group of which
-    some episode was not over when the job ended, so that nothing of it was passed on.
+@dataclass(frozen=True)
+class MissingEpisodes:
+    """Groups and samples of an ended job that cannot be in its ledger.
+
+    given_up: those that are counted as lost by name. dropped: those of groups that went with the job.
+    """
+
+    given_up: set[tuple[str, int]]
+    dropped: set[tuple[str, int]]
+
+
+def missing_episodes(redis: RedisClient, job_id: str, samples: int) -> MissingEpisodes:
+    """What an ended job's ledger cannot have. A group is dropped with the job in two cases, and in no other.
+
+    Some episode of it was not over; or its last one ended so shortly before the job did that nobody had passed the
+    group on, which what the orchestrator keeps of open groups shows. A group that was over long before is lost.
     """
     names = (field.decode().rpartition("/") for field in redis.hkeys(own_keys.agent_lost(job_id)))
-    lost = {(group, int(sample)) for group, _, sample in names}
-    sessions = AgentSessions(JobStore(redis))
-    known = [sessions.get(raw.decode()) for raw in redis.zrange(own_keys.agent_sessions(job_id), 0, -1)]
-    ended = {
-        (each.group_id, each.sample)
-        for each in known
-        if (sessions.outcome(each) or {}).get("status") in ("finished", "cut")
-    }
+    given_up = {(group, int(sample)) for group, _, sample in names}
+    ended = _ended_episodes(redis, job_id, AgentSessions(JobStore(redis)))
+    held = {field.decode() for field in redis.hkeys(own_keys.agent_episodes(job_id))}
+    newest = map(event_of, redis.xrevrange(own_keys.job_events(job_id)))
+    over = next(datetime.fromisoformat(event.at).timestamp() for event in newest if event.kind == "state")
     dispatched = int(redis.hget(redis_keys.dispatch_cursor(job_id), "position") or 0)
-    groups = [[(f"{job_id}-{number}", sample) for sample in range(samples)] for number in range(dispatched)]
-    under_way = (group for group in groups if not ended | lost >= set(group))
-    return lost | {episode for group in under_way for episode in group}
+    dropped: set[tuple[str, int]] = set()
+    for number in range(dispatched):
+        group = [(f"{job_id}-{number}", sample) for sample in range(samples)]
+        under_way = not ended.keys() | given_up >= set(group)
+        # Once a group is passed on nothing is held of it.
+        waits = all(f"{name}/{sample}" in held for name, sample in group)
+        last = max((ended[each] for each in group if each in ended), default=0.0)
+        if under_way or (waits and last > over - PASSED_ON_SECONDS):
+            dropped.update(group)
+    return MissingEpisodes(given_up, dropped - given_up)
+
+
+def _ended_episodes(redis: RedisClient, job_id: str, sessions: AgentSessions) -> dict[tuple[str, int], float]:
+    """When each episode that was scored ended, as unix time."""
+    found: dict[tuple[str, int], float] = {}
+    for raw in redis.zrange(own_keys.agent_sessions(job_id), 0, -1):
+        session = sessions.get(raw.decode())
+        counts = sessions.counts(session)
+        if (sessions.outcome(session) or {}).get("status") in ("finished", "cut"):
+            found[session.group_id, session.sample] = int(counts.get("ended", 0)) / 1000
+    return found
 
 
 def lost_and_doubled(complaint: str) -> tuple[int, int]:

@@ -66,11 +66,13 @@ def show(document: dict[str, Any], console: Console) -> None:
     for kind, row in [*document["by_kind"].items(), ("all but Redis restarts", document["apart_from_redis_restarts"])]:
         table.add_row(kind, *(_shown(value) for value in row.values()))
     console.print(table)
-    jobs = Table("job", "state", "seconds", "score", "trajectories", "lost", "doubled", "Redis MiB after deletion")
+    counted = ("trajectories", "lost", "doubled", "given_up", "dropped")
+    columns = [name.replace("_", " ") for name in counted[:4]]
+    jobs = Table("job", "state", "seconds", "score", *columns, "dropped with the job", "Redis MiB after deletion")
     for job in document["jobs"]:
         score = "" if job["score"] is None else f"{job['score']:.2f}"
         memory = f"{job['memory_bytes'] / 2**20:.1f}"
-        counts = [str(job[name]) for name in ("trajectories", "lost", "doubled")]
+        counts = [str(job[name]) for name in counted]
         jobs.add_row(job["job_id"][-6:], job["state"], f"{job['seconds']:.0f}", score, *counts, memory)
     console.print(jobs)
     for line in document["broken"]:

@@ -8,6 +8,9 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -16,13 +19,14 @@ import redis
 
 from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.agents import AgentSession, AgentSessions
+from services.orchestrator.commit import timestamp
 from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk, StorageFaults
 from tests.chaos.faults.fault import Fault, Inflicted, Stage
 from tests.chaos.faults.schedule import Schedule
-from tests.chaos.invariants import missing_episodes
+from tests.chaos.invariants import MissingEpisodes, missing_episodes
 from tests.chaos.network import Conditions, Network
 from tests.chaos.recovery import Recovery
 from tests.conftest import require
@@ -75,12 +79,12 @@ def test_a_full_disk_takes_nothing_until_it_is_emptied(tmp_path: Path) -> None:
         disk.unmount()
 
 
-def _faults(*kinds: str, impossible: frozenset[str] = frozenset()) -> list[Fault]:
+def _faults(*kinds: str, impossible: frozenset[str] = frozenset(), often: bool = False) -> list[Fault]:
     def fault(kind: str) -> Fault:
         def inflict(stage: Stage, random: Random) -> Inflicted | None:
             return None if kind in impossible else Inflicted(f"{kind} {random.random()}")
 
-        return Fault(kind, inflict)
+        return Fault(kind, inflict, often=often)
 
     return [fault(kind) for kind in kinds]
 
@@ -104,6 +108,13 @@ def test_a_fault_that_is_not_possible_yet_keeps_nobody_waiting() -> None:
     assert {what.split()[0] for what in done} == {"kill", "fill"}
 
 
+def test_faults_that_a_campaign_is_about_come_in_its_first_dozen() -> None:
+    others = _faults(*(f"other-{number}" for number in range(40)))
+    for seed in range(20):
+        done = _first(Schedule(seed, [*others, *_faults("runner", "agent", often=True)]), 14)
+        assert Counter(what.split()[0] for what in done)["runner"] == 2, done
+
+
 def test_recovery_counts_from_readiness_to_the_next_progress() -> None:
     recovery = Recovery(_faults("kill")[0], Inflicted("kill"), time.monotonic(), 1)
     recovery.end()
@@ -121,26 +132,68 @@ def test_recovery_counts_from_readiness_to_the_next_progress() -> None:
     assert recovery.recovery_seconds is not None
 
 
+@dataclass
+class EndedJob:
+    """A job that has ended, as far as its episodes in Redis tell."""
+
+    redis: redis.Redis
+    job: str = "job_1"
+
+    def __post_init__(self) -> None:
+        self.sessions = AgentSessions(JobStore(self.redis))
+
+    def played(
+        self, group: int, statuses: Sequence[str | None], ended_before: float = 100, *, held: bool = False
+    ) -> None:
+        """Episodes of a group, the scored ones ended so long before the job; held: and not passed on."""
+        for sample, status in enumerate(statuses):
+            session = AgentSession("", self.job, "", "", "", 2**42, 0, group_id=f"{self.job}-{group}", sample=sample)
+            session, _ = self.sessions.open(session)
+            if status:
+                self.sessions.close(session, {"status": status}, status)
+                at = int((time.time() - ended_before) * 1000)
+                self.redis.hset(own_keys.agent_session(session.id), "ended", at)
+            if held:
+                self.redis.hset(own_keys.agent_episodes(self.job), f"{self.job}-{group}/{sample}", "{}")
+
+    def missing(self, groups: int) -> MissingEpisodes:
+        self.redis.hset(redis_keys.dispatch_cursor(self.job), "position", groups)
+        event = {
+            "at": timestamp(),
+            "actor": "test",
+            "kind": "state",
+            "body": "{}",
+            "from": "running",
+            "to": "succeeded",
+        }
+        self.redis.xadd(own_keys.job_events(self.job), event, id="1-0")
+        return missing_episodes(self.redis, self.job, 2)
+
+
+def _whole(*groups: int) -> set[tuple[str, int]]:
+    return {(f"job_1-{group}", sample) for group in groups for sample in (0, 1)}
+
+
 def test_episodes_that_were_not_over_when_their_job_ended_are_missing_with_their_group_and_no_others_are(
     redis_client: redis.Redis,
 ) -> None:
-    jobs = JobStore(redis_client)
-    sessions, job = AgentSessions(jobs), "job_1"
-
-    def played(group: int, sample: int, status: str | None) -> None:
-        session = AgentSession("", job, "", "", "", 2**42, 0, group_id=f"{job}-{group}", sample=sample)
-        session, _ = sessions.open(session)
-        if status:
-            sessions.close(session, {"status": status}, status)
-
-    redis_client.hset(redis_keys.dispatch_cursor(job), "position", 4)
-    redis_client.hset(own_keys.agent_lost(job), f"{job}-1/1", "its runner failed")
+    ended = EndedJob(redis_client)
+    redis_client.hset(own_keys.agent_lost(ended.job), f"{ended.job}-1/1", "its runner failed")
     # Whole; one lost; one that failed and is played again; one that nobody has begun.
     for group, statuses in enumerate((("finished", "cut"), ("finished", "failed"), ("finished", None))):
-        for sample, status in enumerate(statuses):
-            played(group, sample, status)
-    missing = missing_episodes(redis_client, job, 2)
-    assert missing == {(f"{job}-1", 1), (f"{job}-2", 0), (f"{job}-2", 1), (f"{job}-3", 0), (f"{job}-3", 1)}
+        ended.played(group, statuses)
+    assert ended.missing(4) == MissingEpisodes({("job_1-1", 1)}, _whole(2, 3))
+
+
+def test_a_group_that_was_over_as_its_job_ended_is_dropped_with_it_and_one_that_was_over_before_is_lost(
+    redis_client: redis.Redis,
+) -> None:
+    ended, done = EndedJob(redis_client), ("finished", "finished")
+    # Nobody came to pass it on; the same long ago, which somebody should have; passed on, and gone behind that.
+    ended.played(0, done, 0.2, held=True)
+    ended.played(1, done, 300, held=True)
+    ended.played(2, done, 0.2)
+    assert ended.missing(3) == MissingEpisodes(set(), _whole(0))
 
 
 TRY_STORAGE = """

@@ -44,3 +44,5 @@ class Fault:
     kind: str
     inflict: Callable[[Stage, Random], Inflicted | None]
     restarts_redis: bool = False
+    # Of what the campaign is about, so that a short one has it too.
+    often: bool = False

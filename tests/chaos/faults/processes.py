@@ -197,9 +197,9 @@ def _stop_runner(stage: Stage, random: Random) -> Inflicted | None:
 
 # Where agents play the episodes of jobs.
 RUNNERS = (
-    Fault("kill runner", partial(_kill_service, RUNNER)),
-    Fault("stop runner", _stop_runner),
-    Fault("kill agent", _kill_agent),
+    Fault("kill runner", partial(_kill_service, RUNNER), often=True),
+    Fault("stop runner", _stop_runner, often=True),
+    Fault("kill agent", _kill_agent, often=True),
 )
 PROCESSES = (
     *(Fault(f"kill {service}", partial(_kill_service, service)) for service in SERVICES),

@@ -1,4 +1,4 @@
-"""Which fault comes when: rounds in which each kind comes once, in an order that the seed decides."""
+"""Which fault comes when: rounds in which each kind comes once, some more often, in an order that the seed decides."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.chaos.platform import ChaosPlatform
 ALL = (*PROCESSES, *RUNNERS, *STORE, *STORAGE, *SURROUNDINGS, *REQUESTS)
 # How many faults that are not possible yet may wait for their time.
 LONGEST_QUEUE = 8
+# After so many of the others each kind that is to come often has come again.
+OTHERS_BETWEEN = 5
 
 
 class Schedule:
@@ -28,10 +30,15 @@ class Schedule:
 
     def _rounds(self, faults: Sequence[Fault]) -> Iterator[tuple[int, Fault]]:
         order, number = Random(self._seed), 0
+        often = [fault for fault in faults if fault.often]
+        others = [fault for fault in faults if not fault.often]
         while True:
-            for fault in order.sample(faults, len(faults)):
-                number += 1
-                yield number, fault
+            coming = order.sample(others, len(others))
+            for begin in range(0, max(1, len(others)), OTHERS_BETWEEN):
+                part = [*coming[begin : begin + OTHERS_BETWEEN], *often]
+                for fault in order.sample(part, len(part)) if often else part:
+                    number += 1
+                    yield number, fault
 
     def inflict(self, stage: Stage) -> tuple[Fault, Inflicted] | None:
         """Inflict the next fault that is possible now; the ones before it keep their place."""
