@@ -8,6 +8,7 @@ runner, without the runner's own environment, or in a container of an image that
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shlex
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from spo.client import Client
 from spo.client.models import EpisodeLease
 from spo.console import ExitCode, Output, console, error_console, print_document, print_rows
 from spo.errors import InvalidInput, NotFound, PreconditionFailed, SpoError
+from spo.local.die_with_parent import KILL_SECONDS, kept_by_this_process
 from spo.observability import RUNNER_EPISODES, RUNNER_PLAYING, get_logger
 
 agents = typer.Typer(no_args_is_help=True, help="Agents in their own programs: runners of episodes, and traces.")
@@ -49,6 +51,8 @@ SCORE_SECONDS = 600.0
 TELL_SECONDS = 300.0
 # So many agents in a row that end without a call, before one has made any: the command is at fault, not the episodes.
 MOST_SILENT = 3
+# Of runners' work, in the folder for what is temporary; and whether a runner is at work there.
+FOLDERS, LOCK = "spo-episodes-", ".lock"
 INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR", "NO_PROXY", "no_proxy")
 # Harbor asks the engine by Docker's own programs.
 OF_DOCKER = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY")
@@ -80,15 +84,20 @@ class Running(Protocol):
 
 
 class CommandHere:
-    """A command of this machine, in a folder and in a session of its own."""
+    """A command of this machine, in a folder, with a keeper that ends it and all that it has started.
+
+    When this process dies the keeper does so too, and the folder goes.
+    """
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        if shutil.which(command[0], path=environment.get("PATH")) is None:
+            raise FileNotFoundError(f"there is no program {command[0]}")
         # Not in the folder, which is the command's.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         try:
             self._process = subprocess.Popen(
-                command, cwd=folder, env=dict(environment), stdin=subprocess.DEVNULL, stdout=self._output,
-                stderr=subprocess.STDOUT, start_new_session=True,
+                kept_by_this_process([*command], folder, END_SECONDS), cwd=folder, env=dict(environment),
+                stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         except OSError:
             self._output.close()
@@ -101,8 +110,13 @@ class CommandHere:
         return None
 
     def stop(self) -> None:
-        """End it and what it has started in its group."""
-        end_group(self._process)
+        """End it and all that it has started; it has END_SECONDS to do so itself."""
+        self._process.terminate()
+        try:
+            self._process.wait(END_SECONDS + KILL_SECONDS + END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def printed(self, most: int) -> str:
         """The end of what it has printed, in characters."""
@@ -164,6 +178,7 @@ class EpisodeRunner:
         for command in [*([] if containers else self.commands.values()), *([self.score] if self.score else [])]:
             require_program(command)
         self._lock = threading.Lock()
+        self._folder: Path | None = None
         self._stop_at: float | None = None
         # Agents that have ended without a call since this began, while none has made one; then None.
         self._silent: int | None = 0
@@ -175,7 +190,8 @@ class EpisodeRunner:
         What is played `patience_seconds` after stop is set, or when the call is interrupted, is given back. Raises
         PreconditionFailed (code "harness_is_silent") where the agents end without having called anything.
         """
-        with ThreadPoolExecutor(self.most, thread_name_prefix="episode") as threads:
+        # Threads that start commands live as long as these do: with a thread the kernel ends what it has started.
+        with work_folder() as self._folder, ThreadPoolExecutor(self.most, thread_name_prefix="episode") as threads:
             try:
                 self._lease_and_play(threads, stop, episodes)
             except BaseException:
@@ -216,7 +232,10 @@ class EpisodeRunner:
     def play(self, lease: EpisodeLease, stop: threading.Event) -> None:
         """Play one episode and post its outcome; of a lost lease nothing is posted."""
         try:
-            with RUNNER_PLAYING.track_inprogress(), tempfile.TemporaryDirectory(prefix="spo-episode-") as folder:
+            with (
+                RUNNER_PLAYING.track_inprogress(),
+                tempfile.TemporaryDirectory(prefix="episode-", dir=self._folder) as folder,
+            ):
                 try:
                     # One that was leased while the runner was asked to stop does not begin.
                     begins = not stop.is_set() and self._can_end(lease)
@@ -522,18 +541,23 @@ def reward_in(printed: str) -> float | None:
     return reward if reward is not None and 0 <= reward <= 1 else None
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the command and what it has started in its group."""
-    for kill in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, kill)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
+@contextlib.contextmanager
+def work_folder() -> Iterator[Path]:
+    """A folder for the episodes of one runner; those that runners which have died left behind are removed."""
+    base = Path(tempfile.gettempdir())
+    for left in base.glob(f"{FOLDERS}*"):
+        # Whose runner lives is locked; one that is being made has no lock yet.
+        with suppress(OSError):
+            if left.lstat().st_uid == os.getuid():
+                with (left / LOCK).open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=FOLDERS, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with (folder / f"{LOCK}.new").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            Path(lock.name).rename(folder / LOCK)
+            yield folder
 
 
 @agents.command("run")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,12 +17,13 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import redis
 
 from services.orchestrator.jobs import JobStore
 from spo import redis_keys
-from spo.cli.agents import EpisodeRunner
+from spo.cli.agents import EpisodeRunner, work_folder
 from spo.client import Client
 from spo.errors import InvalidInput
 from spo.local.launcher import server_command
@@ -61,7 +64,9 @@ def test_an_episode_whose_runner_is_killed_in_a_call_begins_anew_and_the_old_cal
 ) -> None:
     played, double = Played(counter), counter.peers.inference
     double.goes_on = threading.Event()
-    (tmp_path / "agent.py").write_text(AGENT)
+    # What it has started goes into a session of its own, and outlives it where nobody ends it.
+    helper = "import subprocess; subprocess.Popen(['sh', '-c', 'sleep 600 & sleep 600'], start_new_session=True)"
+    (tmp_path / "agent.py").write_text(f"{helper}\n{AGENT}")
     command = [sys.executable, "-m", "spo.cli", "agents", "run", "--harness"]
     command += [f"guess={sys.executable} {tmp_path}/agent.py", "--score", f"{sys.executable} -c print(1)"]
     environment = os.environ | {"SPO_API_URL": counter.url, "SPO_API_KEY": KEY, "TMPDIR": str(tmp_path)}
@@ -72,8 +77,10 @@ def test_an_episode_whose_runner_is_killed_in_a_call_begins_anew_and_the_old_cal
     finally:
         runner.kill()
         runner.wait()
+    # With the runner end its agent and all that this has started, and the episode's folder goes.
+    wait_until(lambda: not list(_at_home_in(tmp_path)), "the killed runner's processes have ended", 30)
+    wait_until(lambda: not list(tmp_path.glob("spo-episodes-*/episode-*")), "its episode's folder has gone", 30)
     played.silence()
-    # The agent lives on, and is answered when its episode is another's.
     double.goes_on.set()
     wait_until(lambda: double.serving == 0, "the call has ended")
     double.goes_on = None
@@ -93,6 +100,30 @@ def test_an_episode_whose_runner_is_killed_in_a_call_begins_anew_and_the_old_cal
     assert sorted((each.sample_index, each.attempt, each.verdict.score) for each in rollouts) == sorted(
         (sessions.get(lease["lease_id"]).sample, lease["fence"], 0.5) for lease in (first, second)
     )
+
+
+def _at_home_in(folder: Path) -> Iterator[psutil.Process]:
+    """Processes whose home is below the folder, as an agent's is, and what it starts."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOME", "").startswith(f"{folder}/"):
+                yield process
+
+
+def test_a_runner_removes_what_one_that_died_has_left_and_nothing_of_one_that_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    died = tmp_path / "spo-episodes-died"
+    (died / "episode-1").mkdir(parents=True)
+    (died / "episode-1" / "answer.txt").write_text("42")
+    (died / ".lock").touch()
+    with work_folder() as first:
+        assert not died.exists()
+        with work_folder() as second:
+            assert first.exists()
+            assert second.exists()
+    assert not list(tmp_path.iterdir())
 
 
 class Platform:

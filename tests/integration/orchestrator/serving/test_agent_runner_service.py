@@ -40,7 +40,10 @@ def tried(what):
         return type(error).__name__
 
 found = {"text": call()["choices"][0]["message"]["content"]}
-runner = os.getppid()
+# Behind the process that keeps the agent stands the runner.
+keeper = os.getppid()
+runner = int(open(f"/proc/{keeper}/stat").read().rpartition(")")[2].split()[1])
+found["keeper"] = tried(lambda: open(f"/proc/{keeper}/mem", "rb"))
 found["environment"] = tried(lambda: open(f"/proc/{runner}/environ").read())
 found["memory"] = tried(lambda: open(f"/proc/{runner}/mem", "rb"))
 found["signal"] = tried(lambda: os.kill(runner, 0))
@@ -124,7 +127,9 @@ def test_a_runner_service_plays_episodes_whose_agents_see_neither_its_key_nor_ea
         assert found.pop("text") == "one two three"
         assert found.pop("own") == "1"
         assert found == {
-            **dict.fromkeys(("environment", "memory", "signal", "secret", "episodes", "beside"), "PermissionError"),
+            **dict.fromkeys(
+                ("keeper", "environment", "memory", "signal", "secret", "episodes", "beside"), "PermissionError"
+            ),
             "held": [],
         }
     assert KEY not in service.said()
