@@ -9,6 +9,7 @@ time, once the answer is whole.
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import secrets
 import time
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
+from typing import Any, cast
 
 from ulid import ULID
 
@@ -39,6 +41,54 @@ MOST_ABOVE = 64
 KNOWN_FORMATS = 256
 
 Turn = Mapping[str, object]
+
+_IN_ORDER = json.JSONEncoder(sort_keys=True)
+
+# Where a path ends at the answer whose state is ARGV[1]: the call, whether one went on from there, those above it and
+# above the last of these, then the tokens of all of them. Nothing where no answer has that state.
+_PATH = """#!lua flags=no-writes
+local number = redis.call('HGET', KEYS[1], ARGV[1])
+if not number then return false end
+local above = redis.call('HGET', KEYS[2], number .. ':above')
+local found = {tonumber(number), redis.call('HEXISTS', KEYS[1], 'child:' .. number), above, false}
+if not above then return found end
+local each = number
+for at = 0, #above, 4 do
+    for _, kind in ipairs({':sampled', ':read'}) do
+        found[#found + 1] = redis.call('HGET', KEYS[2], each .. kind)
+    end
+    if at == #above then break end
+    each = string.format('%d', (struct.unpack('<i4', above, at + 1)))
+end
+found[4] = redis.call('HGET', KEYS[2], each .. ':above')
+return found
+"""
+
+# Store a call as a whole, or nothing of it: its number, "ended" or "full". KEYS: the session, its calls, its states.
+# ARGV: the parent or "", seconds to live, bytes of the call, most bytes; tokens read, sampled, and known before;
+# two states and the retry; the header behind its number; names and contents of what is packed.
+_APPEND = """#!lua
+if redis.call('HEXISTS', KEYS[1], 'outcome') == 1 then return redis.status_reply('ended') end
+local stored = tonumber(redis.call('HGET', KEYS[1], 'bytes') or 0)
+if stored + tonumber(ARGV[3]) > tonumber(ARGV[4]) then return redis.status_reply('full') end
+local count = redis.call('HINCRBY', KEYS[1], 'calls', 1) - 1
+local number = string.format('%d', count)
+local read, sampled = tonumber(ARGV[5]), tonumber(ARGV[6])
+-- Another branch is trained on with all that it reads.
+local spelled = sampled + (count > 0 and read or 0)
+if ARGV[1] ~= '' and redis.call('HSETNX', KEYS[3], 'child:' .. ARGV[1], 1) == 0 then
+    spelled = spelled + tonumber(ARGV[7])
+end
+redis.call('HSET', KEYS[2], number, '{"number": ' .. number .. ', ' .. ARGV[11])
+for at = 12, #ARGV, 2 do redis.call('HSET', KEYS[2], number .. ':' .. ARGV[at], ARGV[at + 1]) end
+redis.call('HSET', KEYS[3], ARGV[8], number, ARGV[9], number, ARGV[10], number)
+redis.call('EXPIRE', KEYS[2], ARGV[2])
+redis.call('EXPIRE', KEYS[3], ARGV[2])
+redis.call('HINCRBY', KEYS[1], 'bytes', ARGV[3])
+redis.call('HINCRBY', KEYS[1], 'tokens', read + sampled)
+redis.call('HINCRBY', KEYS[1], 'spelled', spelled)
+return count
+"""
 
 
 class SessionFull(ResourceExhausted):
@@ -83,6 +133,10 @@ class AgentSession:
     def path(self) -> str:
         """Where its calls go, before /v1."""
         return f"/s/{self.id}"
+
+
+# A session, and its counts as they were read with it.
+Standing = tuple[AgentSession, dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -152,7 +206,7 @@ class Continuation:
 
 
 def _turn_digest(state: str, turn: Turn) -> str:
-    return digest(state, json.dumps(turn, sort_keys=True))
+    return digest(state, _IN_ORDER.encode(turn))
 
 
 def as_answered(text: str, calls: Sequence[Mapping[str, object]]) -> dict[str, object]:
@@ -216,10 +270,23 @@ class SessionTree:
 
     def find(self, turns: Sequence[Turn], tools: Sequence[object]) -> Continuation:
         """Where messages continue what the session has answered; tools: what the template is shown."""
-        known: Mapping[bytes, bytes] = {}
-        if any(turn["role"] == "assistant" for turn in turns):
-            known = self.client.hgetall(self.states)
-        state, found, matched = self._root(tools), None, 0
+        root = self._root(tools)
+        states = [root]
+        for turn in turns:
+            states.append(_turn_digest(states[-1], turn))
+        answered = max((place for place, turn in enumerate(turns, 1) if turn["role"] == "assistant"), default=None)
+        if answered is None:
+            return Continuation(None, 0, (), states[-1])
+        # As its history mostly comes back: what the session has answered, and more.
+        path = self._up_to(states[answered])
+        if path is None:
+            return self._searched(root, turns)
+        return replace(path, turns=answered, state=states[-1])
+
+    def _searched(self, root: str, turns: Sequence[Turn]) -> Continuation:
+        """The same where the last answer came back otherwise: the last one before that is known, exactly or loosely."""
+        known = self.client.hgetall(self.states)
+        state, found, matched, ends = root, None, 0, ""
         foreign = False
         for place, turn in enumerate(turns, 1):
             exact = _turn_digest(state, turn)
@@ -235,38 +302,41 @@ class SessionTree:
             else:
                 foreign, state = True, exact
                 continue
-            found, matched, foreign = int(number), place, False
+            found, matched, ends, foreign = int(number), place, state, False
         reason = ""
         if foreign:
             reason = "edited" if known else "foreign_assistant"
-        if found is None:
+        path = None if found is None else self._up_to(ends)
+        if path is None:
             return Continuation(None, 0, (), state, reason)
-        is_leaf = f"child:{found}".encode() not in known
-        return replace(self._up_to(found), turns=matched, state=state, reason=reason, is_leaf=is_leaf)
+        return replace(path, turns=matched, state=state, reason=reason)
 
     def _state(self, number: int) -> str:
         """The digest of all messages up to an answer."""
         header = self.client.hget(self.key, str(number))
         return "" if header is None else str(json.loads(header)["state"])
 
-    def _up_to(self, number: int) -> Continuation:
-        """After a call: the tokens of its path, which is read in parts of MOST_ABOVE calls."""
-        tokens: list[bytes] = []
-        part = [number]
-        above: tuple[int, ...] = (number,)
-        while part:
-            names = [f"{each}:{kind}" for each in part for kind in ("sampled", "read")]
-            *packed, raw = self.client.hmget(self.key, [*names, f"{part[-1]}:above"])
-            if raw is None:
-                # As an older release stored it.
-                path = self.path(self.node(part[0]))
-                packed = [array("i", each).tobytes() for node in path[::-1] for each in (node.sampled, node.read)]
-            tokens += [each or b"" for each in packed]
-            before = tuple(array("i", raw or b""))
-            above = (*above, *before)[:MOST_ABOVE] if part == [number] else above
-            part = list(before)
-        token_ids = tuple(array("i", b"".join(tokens[::-1])))
-        return Continuation(number, 0, token_ids, "", above=above, begins=len(tokens[-1]) // array("i").itemsize)
+    def _up_to(self, state: str) -> Continuation | None:
+        """After the answer with this state: the tokens of its path, MOST_ABOVE calls a read; None: there is none."""
+        found = cast("list[Any] | None", self.client.eval(_PATH, 2, self.states, self.key, state))
+        if found is None:
+            return None
+        number, child, raw, last, *tokens = found
+        if raw is None:
+            # As an older release stored it.
+            path = self.path(self.node(number))
+            tokens = [array("i", each).tobytes() for node in path[::-1] for each in (node.sampled, node.read)]
+        above = tuple(array("i", raw or b""))
+        before = array("i", last or b"") if above else ()
+        while before:
+            names = [f"{each}:{kind}" for each in before for kind in ("sampled", "read")]
+            *more, last = self.client.hmget(self.key, [*names, f"{before[-1]}:above"])
+            tokens += more
+            before = array("i", last or b"")
+        token_ids = tuple(array("i", b"".join(each or b"" for each in tokens[::-1])))
+        begins = len(tokens[-1] or b"") // array("i").itemsize
+        above = (number, *above)[:MOST_ABOVE]
+        return Continuation(number, 0, token_ids, "", above=above, begins=begins, is_leaf=not child)
 
     def room(self, continued: Continuation, counts: Mapping[str, str]) -> int | None:
         """How long a path may be that goes on from here, prompt included, for the episode to stay within its tokens.
@@ -293,39 +363,29 @@ class SessionTree:
 
         Raises SessionFull where the tree takes no more, Conflict (code "already_decided") where the session has ended.
         """
-        session = own_keys.agent_session(self.session.id)
-        with self.client.pipeline(transaction=True) as reserved:
-            reserved.hget(session, "outcome")
-            reserved.hincrby(session, "calls", 1)
-            if node.parent is not None:
-                reserved.hsetnx(self.states, f"child:{node.parent}", 1)
-            outcome, calls, *goes_on = reserved.execute()
-        if outcome is not None:
-            self.client.hincrby(session, "calls", -1)
-            raise Conflict("the session has ended meanwhile: nothing more is stored", code="already_decided")
-        number = calls - 1
         answered = as_answered(node.text, node.calls)
         alike = _turn_digest(node.state, loosely(answered))
-        node = replace(node, number=number, state=_turn_digest(node.state, answered))
+        node = replace(node, state=_turn_digest(node.state, answered))
         # asdict would copy each of thousands of tokens.
-        header = {name: value for name, value in vars(node).items() if name not in _PACKED}
-        fields: dict[str, str | bytes] = {str(number): json.dumps(header)}
-        fields |= {f"{number}:{name}": array(kind, getattr(node, name)).tobytes() for name, kind in _PACKED.items()}
-        fields[f"{number}:above"] = array("i", above).tobytes()
-        if self.client.hincrby(session, "bytes", sum(map(len, fields.values()))) > MOST_BYTES:
-            raise SessionFull(f"the session holds {MOST_BYTES} bytes")
+        header = json.dumps({name: each for name, each in vars(node).items() if name not in ("number", *_PACKED)})
+        packed = {name: array(kind, getattr(node, name)).tobytes() for name, kind in _PACKED.items()}
+        packed["above"] = array("i", above).tobytes()
         life = max(1, self.session.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
-        # Another branch is trained on with all that it reads.
-        spelled = len(node.sampled) + (len(node.read) if number else 0) + (0 if all(goes_on) else node.cached_tokens)
-        with self.client.pipeline(transaction=True) as writes:
-            writes.hset(self.key, mapping=fields)
-            writes.hset(self.states, mapping={node.state: number, alike: number, f"retry:{body_digest}": number})
-            writes.expire(self.key, life)
-            writes.expire(self.states, life)
-            writes.hincrby(session, "tokens", len(node.read) + len(node.sampled))
-            writes.hincrby(session, "spelled", spelled)
-            writes.execute()
-        return node
+        size = len(header) + sum(map(len, packed.values()))
+        number = self.client.eval(
+            _APPEND,
+            3,
+            *(own_keys.agent_session(self.session.id), self.key, self.states),
+            *("" if node.parent is None else node.parent, life, size, MOST_BYTES),
+            *(len(node.read), len(node.sampled), node.cached_tokens),
+            *(node.state, alike, f"retry:{body_digest}", header[1:]),
+            *itertools.chain.from_iterable(packed.items()),
+        )
+        if number == b"ended":
+            raise Conflict("the session has ended meanwhile: nothing more is stored", code="already_decided")
+        if not isinstance(number, int):
+            raise SessionFull(f"the session holds {MOST_BYTES} bytes")
+        return replace(node, number=number)
 
     def _root(self, tools: Sequence[object]) -> str:
         """Another set of tools is written into another prompt, so it is another root."""
@@ -365,7 +425,7 @@ class AgentSessions:
             raise NotFound(f"there is no session {session_id}", code="session_not_found")
         return record_of(AgentSession, json.loads(raw))
 
-    def standing(self, session_id: str) -> tuple[AgentSession, dict[str, str]]:
+    def standing(self, session_id: str) -> Standing:
         """A session and its counts, in one read. Raises NotFound."""
         fields = self.jobs.client.hgetall(own_keys.agent_session(session_id))
         if b"record" not in fields:
@@ -402,8 +462,10 @@ class AgentSessions:
     def tree(self, session: AgentSession) -> SessionTree:
         return SessionTree(self.jobs, session)
 
-    def principal(self, session_id: str, key: str) -> Principal:
-        """Who calls a session's paths. Raises InvalidInput (code "unauthorized"): another key, or a closed session."""
+    def admitted(self, session_id: str, key: str) -> tuple[Principal, Standing]:
+        """Who calls a session's paths, and what is there. Raises InvalidInput (code "unauthorized"): another key, or
+        a closed session.
+        """
         try:
             session, counts = self.standing(session_id)
         except NotFound:
@@ -412,7 +474,8 @@ class AgentSessions:
             raise InvalidInput("this is no key of this session", code="unauthorized")
         if reason := counts.get("closed"):
             raise InvalidInput(f"the session is closed: {reason}", code="unauthorized")
-        return Principal(f"session {session.id}", session.tenant, frozenset({"models:query"}))
+        principal = Principal(f"session {session.id}", session.tenant, frozenset({"models:query"}))
+        return principal, (session, counts)
 
     def require_token(self, session: AgentSession, token: str) -> None:
         """Raises InvalidInput (code "forbidden") unless it is the session's own token, which its agent never sees."""
@@ -451,7 +514,7 @@ class AgentSessions:
         return outcome
 
 
-def _standing(fields: Mapping[bytes, bytes]) -> tuple[AgentSession, dict[str, str]]:
+def _standing(fields: Mapping[bytes, bytes]) -> Standing:
     counts = {name.decode(): raw.decode() for name, raw in fields.items() if name != b"record"}
     return record_of(AgentSession, json.loads(fields[b"record"])), counts
 

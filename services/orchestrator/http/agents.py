@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from services.orchestrator.agent_episodes import Leased
-from services.orchestrator.agents import AgentSession, CallNode, Continuation, SessionSecrets, Turn, note_call
+from services.orchestrator.agents import AgentSession, CallNode, Continuation, SessionSecrets, Standing, Turn, note_call
 from services.orchestrator.auth import Principal
 from services.orchestrator.commit import now_ms
 from services.orchestrator.container import AppContext, ContextDep, Limit, PrincipalDep, SessionId, require_own_job
@@ -230,9 +230,9 @@ def give_episode_back(
 
 
 @calls_router.get("/models")
-def list_session_models(context: ContextDep, session_id: SessionPath) -> OpenAiModelList:
+def list_session_models(request: Request, session_id: SessionPath) -> OpenAiModelList:
     """The one model of the session."""
-    session = context.agent_sessions.get(named(session_id))
+    session, _ = standing_of(request)
     model = OpenAiModel(
         id="policy", created=session.created_unix_ms // 1000, owned_by=session.tenant or "operator", root=session.job_id
     )
@@ -244,8 +244,7 @@ async def session_chat_completion(
     request: Request, context: ContextDep, principal: PrincipalDep, session_id: SessionPath, body: ChatRequest
 ) -> Response:
     """The policy's next turn in a session; any `model` means the session's policy."""
-    standing = await run_in_threadpool(context.agent_sessions.standing, named(session_id))
-    return await EpisodeCompletion(context, principal, request, body, standing).respond()
+    return await EpisodeCompletion(context, principal, request, body).respond()
 
 
 @calls_router.post("/responses", response_class=JSONResponse, responses=WHOLE)
@@ -253,8 +252,7 @@ async def session_response(
     request: Request, context: ContextDep, principal: PrincipalDep, session_id: SessionPath, body: ResponsesRequest
 ) -> Response:
     """The same, as OpenAI's Responses API has it."""
-    standing = await run_in_threadpool(context.agent_sessions.standing, named(session_id))
-    return await answered(EpisodeCompletion(context, principal, request, body.chat(), standing), body)
+    return await answered(EpisodeCompletion(context, principal, request, body.chat()), body)
 
 
 @calls_router.post("/messages", response_class=JSONResponse, responses=WHOLE)
@@ -262,13 +260,13 @@ async def session_message(
     request: Request, context: ContextDep, principal: PrincipalDep, session_id: SessionPath, body: MessagesRequest
 ) -> Response:
     """The same, as Anthropic's Messages API has it."""
-    standing = await run_in_threadpool(context.agent_sessions.standing, named(session_id))
-    return await answered(EpisodeCompletion(context, principal, request, body.chat(), standing), body)
+    return await answered(EpisodeCompletion(context, principal, request, body.chat()), body)
 
 
-def named(path: str) -> str:
-    """The id of the session that a path of its own names; whoever asks has shown its key."""
-    return path.partition(".")[0]
+def standing_of(request: Request) -> Standing:
+    """The session that a path of its own names, and its counts: as they were read when the caller showed its key."""
+    found: Standing = request.state.agent_session
+    return found
 
 
 class EpisodeCompletion(ServedCompletion):
@@ -280,13 +278,12 @@ class EpisodeCompletion(ServedCompletion):
         principal: Principal,
         request: Request,
         body: ChatRequest,
-        standing: tuple[AgentSession, Mapping[str, str]],
     ) -> None:
         super().__init__(context, principal, request, body)
         self.chat = body
-        self.session, self.counts = standing
+        self.session, self.counts = standing_of(request)
         self.tree = context.agent_sessions.tree(self.session)
-        self.turns = list(conversation(body.messages))
+        self.turns = body.shown
         self.continued = Continuation(None, 0, (), "")
         said = body.model_dump_json(exclude={"stream", "stream_options"})
         self.began_unix_ms = now_ms()

@@ -149,7 +149,9 @@ class RequestMiddleware:
             authorization = _authorization(scope["path"], Headers(scope=scope))
             if session := SESSION.match(scope["path"]):
                 key = f"{session[1]}{session[2]}" if session[2] else authorization.removeprefix("Bearer ")
-                found = await at_the_door(partial(self.sessions.principal, session[1], key))
+                # What it has used is read with its key, once.
+                found, standing = await at_the_door(partial(self.sessions.admitted, session[1], key))
+                scope.setdefault("state", {})["agent_session"] = standing
             else:
                 # Most principals were seen a moment ago: they are known without Redis, so without a thread.
                 known = self.authenticator.known(authorization)

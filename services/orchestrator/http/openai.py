@@ -392,13 +392,17 @@ class ServedCompletion:
 
     async def begin(self) -> tuple[AsyncGenerator[ServeResponse, None], OpenAiAnswer]:
         """What will be sampled, once it is read, and the answer that it fills."""
-        target, version = await run_in_threadpool(self.target)
+        wanted, answer = await run_in_threadpool(self._begun)
+        return self._sampled(wanted, answer), answer
+
+    def _begun(self) -> tuple[ServeRequest, OpenAiAnswer]:
+        target, version = self.target()
         wanted = self.body.to_serve(target.job_id, version)
         answer = self.answer_of(target)
         answer.continuous_usage = self.body.stream_options.continuous_usage_stats
         wanted.request_id = answer.id
-        await run_in_threadpool(self.prepare, wanted)
-        return self._sampled(wanted, answer), answer
+        self.prepare(wanted)
+        return wanted, answer
 
     async def respond(self) -> Response:
         parts, answer = await self.begin()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -240,6 +241,11 @@ class ChatRequest(OpenAiRequest):
         """Role and content of each message."""
         return [each.turn for each in self.messages]
 
+    @cached_property
+    def shown(self) -> list[Json]:
+        """The turns as chat templates take them. Raises InvalidInput with a pointer."""
+        return list(conversation(self.messages))
+
     @property
     def has_tools(self) -> bool:
         """Whether tools are offered, or were called earlier."""
@@ -252,7 +258,7 @@ class ChatRequest(OpenAiRequest):
         if len({tool.function.name for tool in self.tools}) < len(self.tools):
             raise refused("/tools", "two of them have the same name")
         found = self.sampling(run_id, version)
-        found.messages_json = json.dumps(list(conversation(self.messages)))
+        found.messages_json = json.dumps(self.shown)
         found.logprobs, found.top_logprobs = self.logprobs, self.top_logprobs
         found.answer_schema_json = self.response_format.held_to if self.response_format else ""
         found.one_call = not self.parallel_tool_calls

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from services.orchestrator.agents import Standing
 from services.orchestrator.auth import Principal
 from services.orchestrator.http import agents
 from spo.testing.peers import wait_until
@@ -226,13 +227,13 @@ class Requests:
 
     def __init__(self, counter: Counter) -> None:
         self.sessions = counter.context.agent_sessions
-        self.count, principal = 0, self.sessions.principal
+        self.count, admitted = 0, self.sessions.admitted
 
-        def noted(session_id: str, key: str) -> Principal:
+        def noted(session_id: str, key: str) -> tuple[Principal, Standing]:
             self.count += 1
-            return principal(session_id, key)
+            return admitted(session_id, key)
 
-        self.sessions.principal = noted  # type: ignore[method-assign]
+        self.sessions.admitted = noted  # type: ignore[method-assign]
 
     @contextmanager
     def counted(self, expected: int) -> Iterator[None]:
