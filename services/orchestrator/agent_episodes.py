@@ -311,7 +311,10 @@ class AgentEpisodes:
     def _settle(self, group: OpenGroup, index: int, outcome: Mapping[str, object]) -> None:
         episode = group.episodes[index]
         if outcome["status"] not in ("finished", "cut"):
-            self._again(group, index, "its runner failed")
+            if self._is_unserved(episode):
+                self._store(group, index, replace(episode, state="waiting", session_id=""))
+            else:
+                self._again(group, index, "its runner failed")
             return
         reward = outcome.get("reward")
         done = replace(
@@ -322,6 +325,10 @@ class AgentEpisodes:
             is_cut=outcome["status"] == "cut",
         )
         self._store(group, index, done)
+
+    def _is_unserved(self, episode: AgentEpisode) -> bool:
+        """Whether the last that the agent heard was that no replica could answer it."""
+        return bool(int(self.jobs.client.hget(own_keys.agent_session(episode.session_id), "unserved") or 0))
 
     def _held(self, session: AgentSession) -> tuple[OpenGroup, int]:
         for group in self._open.get(session.job_id, {}).values():

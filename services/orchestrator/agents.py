@@ -87,6 +87,7 @@ redis.call('EXPIRE', KEYS[3], ARGV[2])
 redis.call('HINCRBY', KEYS[1], 'bytes', ARGV[3])
 redis.call('HINCRBY', KEYS[1], 'tokens', read + sampled)
 redis.call('HINCRBY', KEYS[1], 'spelled', spelled)
+redis.call('HDEL', KEYS[1], 'unserved')
 return count
 """
 
@@ -370,13 +371,12 @@ class SessionTree:
         header = json.dumps({name: each for name, each in vars(node).items() if name not in ("number", *_PACKED)})
         packed = {name: array(kind, getattr(node, name)).tobytes() for name, kind in _PACKED.items()}
         packed["above"] = array("i", above).tobytes()
-        life = max(1, self.session.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
         size = len(header) + sum(map(len, packed.values()))
         number = self.client.eval(
             _APPEND,
             3,
             *(own_keys.agent_session(self.session.id), self.key, self.states),
-            *("" if node.parent is None else node.parent, life, size, MOST_BYTES),
+            *("" if node.parent is None else node.parent, self._life(), size, MOST_BYTES),
             *(len(node.read), len(node.sampled), node.cached_tokens),
             *(node.state, alike, f"retry:{body_digest}", header[1:]),
             *itertools.chain.from_iterable(packed.items()),
@@ -386,6 +386,18 @@ class SessionTree:
         if not isinstance(number, int):
             raise SessionFull(f"the session holds {MOST_BYTES} bytes")
         return replace(node, number=number)
+
+    def note_unserved(self) -> None:
+        """Count a call that no replica answered: should the episode fail now, it is not at fault."""
+        session = own_keys.agent_session(self.session.id)
+        with self.client.pipeline(transaction=True) as writes:
+            writes.hincrby(session, "unserved", 1)
+            # Where the session has gone with its job meanwhile, so does this.
+            writes.expire(session, self._life())
+            writes.execute()
+
+    def _life(self) -> int:
+        return max(1, self.session.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
 
     def _root(self, tools: Sequence[object]) -> str:
         """Another set of tools is written into another prompt, so it is another root."""

@@ -537,7 +537,7 @@ class LeaseList(Document):
 
 class RenewedLease(Document):
     lease_until_unix_ms: int
-    # That the agent has made so far.
+    # That the agent has made so far, with those that no replica answered since the last that one did.
     calls: int = 0
 
 

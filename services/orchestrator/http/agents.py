@@ -36,7 +36,7 @@ from services.orchestrator.job_records import tenants_of
 from services.orchestrator.serving import Target
 from services.orchestrator.versions import announced_version
 from spo import api
-from spo.errors import InvalidInput, NotFound, ResourceExhausted
+from spo.errors import InvalidInput, NotFound, NotReady, ResourceExhausted
 from spo.spec.section import LOWEST_TEMPERATURE, JobState
 from spo.v1.inference_service_pb2 import ServedPart, ServeRequest
 
@@ -204,7 +204,8 @@ def renew_lease(
     session = _own(context, principal, session_id)
     context.agent_sessions.require_token(session, body.token)
     renewed = context.agent_episodes.renew(session)
-    calls = int(context.agent_sessions.counts(session)["calls"])
+    counts = context.agent_sessions.counts(session)
+    calls = int(counts["calls"]) + int(counts.get("unserved", 0))
     return api.RenewedLease(lease_until_unix_ms=renewed.lease_until_unix_ms, calls=calls)
 
 
@@ -296,7 +297,12 @@ class EpisodeCompletion(ServedCompletion):
         if self._tries_again() and (node := await run_in_threadpool(self.tree.retried, self.body_digest)):
             return self._again(node)
         self.context.agent_sessions.require_room(self.session, self.counts)
-        return await super().respond()
+        try:
+            return await super().respond()
+        except NotReady as error:
+            if error.code != "caller_gone":
+                await run_in_threadpool(self.tree.note_unserved)
+            raise
 
     @contextmanager
     def under_way(self) -> Iterator[None]:

@@ -21,6 +21,8 @@ import psutil
 import pytest
 import redis
 
+from services.orchestrator import redis_keys as own_keys
+from services.orchestrator.agent_episodes import MOST_ATTEMPTS
 from services.orchestrator.jobs import JobStore
 from spo import redis_keys
 from spo.cli.agents import EpisodeRunner, work_folder
@@ -312,6 +314,34 @@ def test_a_replica_that_dies_in_a_call_leaves_nothing_of_it_and_the_package_trie
     assert (text, double.dies) == ("one two three", 0)
     (call,) = agent.tree()
     assert call["text"] == "one two three"
+
+
+def test_an_agent_that_fails_since_no_replica_answers_costs_its_episode_no_attempt_and_its_runner_nothing(
+    open_counter: Callable[..., Counter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = open_counter(serving_wait_seconds=0.1, replica_silence_seconds=600)
+    played = Played(counter)
+    beat = HeartbeatRequest(
+        replica_id="inference-1", pool="inference", address=counter.peers.address, run_id=played.job_id
+    )
+    (tmp_path / "agent.py").write_text(AGENT)
+    monkeypatch.setattr("spo.cli.agents.PAUSE_SECONDS", 0.05)
+    played.context.replicas.beat(HeartbeatRequest(replica_id="inference-1", pool="inference", draining=True))
+    with Client(counter.url, KEY) as client:
+        runner = EpisodeRunner(client, "default", {"guess": f"{sys.executable} {tmp_path}/agent.py"}, "echo 1", 1)
+        runner.run(threading.Event(), MOST_ATTEMPTS + 1)
+        # One that has been answered since has failed by itself.
+        (lease,) = played.lease()
+        refused = played.call(lease, "x")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
+        assert refused.headers["x-should-retry"] == "true"
+        played.context.replicas.beat(beat)
+        wait_until(lambda: played.call(lease, "x").status_code == 200, "a replica answers")
+        assert played.end(lease, status="failed").status_code == 200
+        runner.run(threading.Event(), 2)
+    rollouts = played.rollouts()
+    assert sorted((each.attempt, each.verdict.score) for each in rollouts) == [(0, 1), (1, 1)]
+    assert not played.context.redis.exists(own_keys.agent_lost(played.job_id))
 
 
 def test_weights_that_change_in_each_call_leave_its_prompt_as_it_was_and_keep_none_waiting(counter: Counter) -> None:
