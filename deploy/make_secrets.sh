@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Write the secrets that docker-compose.yml mounts: a Redis password, the token between services, an API key, what requests to
 # people's own reward services are signed with; random, once. And the project's name into .env, unless one is there.
+# SPO_SECRETS_PATH: a folder of their own for a second platform of this checkout.
 set -euo pipefail
 deploy="$(cd "$(dirname "$0")" && pwd)"
-folder="$deploy/secrets"
+folder="${SPO_SECRETS_PATH:-$deploy/secrets}"
 mkdir -p "$folder"
 chmod 700 "$folder"
 random() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }

@@ -4,6 +4,10 @@ Standard library only, since it runs wherever Docker does. `compose_test.sh` has
 compose_job.py URL KEY_FILE STEPS COMPOSE... Prints what it sees with the seconds since its start, and at its end a
 table of the steps. Before the job, a stranger on the platform's network asks every service and gets nothing. KILLED
 ("redis trainer"; empty: none) names the services that are killed, on a machine that has no hour for all of them.
+How fast a machine trains is not known before, so a job that succeeds before all has been done is looked into, and the
+next one takes its place: something is done to the platform only while a job is at work. With OLD_VERSION the platform
+was started from images of that tag, and goes to those of the compose file under the job. A second project on the
+engine, of three services, is started beside it, and neither gets anything of the other.
 """
 
 from __future__ import annotations
@@ -11,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -23,7 +29,9 @@ from typing import Any
 STARTED = time.monotonic()
 FINAL = ("succeeded", "failed", "cancelled")
 # How long each wait may take; generous, since three engines may share two busy cores.
-MODEL_SECONDS, VALUES_SECONDS, REPLICA_SECONDS, JOB_SECONDS, COMMAND_SECONDS = 900, 900, 600, 3600, 900
+VALUES_SECONDS, REPLICA_SECONDS, JOB_SECONDS, COMMAND_SECONDS = 900, 600, 3600, 1200
+# A job that has fewer steps left is let end before anything more is done.
+STEPS_LEFT = 15
 POLL_SECONDS = 1.0
 MODEL = """
 import json, sys, yaml
@@ -50,11 +58,54 @@ waiting = store.xlen(redis_keys.prompts(job))
 duplicates = store.hlen(redis_keys.replay_duplicates(job))
 print(json.dumps({"groups_fed": groups, "groups_waiting": waiting, "duplicates": duplicates, **found}))
 """
+# The agent of a runner's container: a call, and one that goes on from it. What it prints is scored.
+AGENT = """
+import json, os, urllib.request
+def ask(*said):
+    body = json.dumps({"model": "x", "messages": said, "max_tokens": 10}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    asked = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    return json.load(urllib.request.urlopen(asked, timeout=300))["choices"][0]["message"]
+question = {"role": "user", "content": open("statement.txt").read()}
+first = ask(question)
+print(ask(question, first, {"role": "user", "content": "1"})["content"])
+"""
+SCORE = "print(float('p' in open('answer.txt').read()))"
+# What its job has instead of the other's.
+EPISODES: dict[str, Any] = {
+    "model": {"max_prompt_tokens": 48},
+    "tasks": {
+        "train_problems": 8,
+        "evaluation_problems": 0,
+        "harness": {
+            "name": "solver",
+            "max_calls": 4,
+            "max_seconds": 600,
+            "reward": "runner",
+            "max_episode_tokens": 160,
+        },
+    },
+    "algorithm": {"losses": [{"objective": "group_centred_squared"}], "value_noise": None},
+    "value": None,
+    "rollout": {"samples_per_prompt": 4, "temperature": 1.0, "top_p": 1.0},
+    "offline": {"human_solutions": False, "keep_reference_samples": False},
+    "replay": {
+        "mix": [{"source": "online", "share": 1.0}],
+        "unit": "group",
+        "min_online": 8,
+        "error_buffer": 16,
+        "online_capacity": 64,
+    },
+    "trainer": {"steps": 4, "batch_size": 8, "update_interval": 2, "checkpoint_interval": 4},
+}
 # Every service but inference, of which a replica among three is killed. The trainer first: its start takes longest.
 KILLED = ("trainer", "value-estimation", "sandbox-judge", "verifier", "replay-buffer", "orchestrator", "redis")
-# In a container of the same network without secrets: what each service says to a call, and Redis to a question.
+# In a container of the same network without secrets, or with another platform's, given as arguments: what each service
+# says to a call, and Redis to a question.
 STRANGER = """
 import json, sys, grpc, redis
+token, password = (sys.argv + ["", ""])[1:3]
+shown = [("authorization", "Bearer " + token)] if token else []
 calls = {
     "orchestrator": "OrchestratorService/Heartbeat", "replay-buffer": "ReplayService/GetReplayStatus",
     "sandbox-judge": "JudgeService/DescribeJudge", "verifier": "JudgeService/DescribeJudge",
@@ -64,23 +115,51 @@ said = {}
 for service, call in calls.items():
     with grpc.insecure_channel(f"{service}:7070") as channel:
         try:
-            said[service] = f"answered: {channel.unary_unary(f'/spo.v1.{call}')(b'', timeout=20)}"
+            said[service] = f"answered: {channel.unary_unary(f'/spo.v1.{call}')(b'', timeout=20, metadata=shown)}"
         except grpc.RpcError as error:
             said[service] = error.code().name
 try:
-    said["redis"] = f"answered: {redis.Redis('redis').keys()}"
+    said["redis"] = f"answered: {redis.Redis('redis', password=password or None).keys()}"
 except redis.RedisError as error:
     said["redis"] = type(error).__name__
 print(json.dumps(said))
 """
+# In a container of another project: which of these addresses take a connection, and which names it knows.
+REACHES = """
+import json, socket, sys
+from concurrent.futures import ThreadPoolExecutor
+def taken(place):
+    try:
+        socket.create_connection(place, timeout=5).close()
+        return True
+    except OSError:
+        return False
+places = json.loads(sys.argv[1])
+with ThreadPoolExecutor(len(places)) as pool:
+    found = [place for place, yes in zip(places, pool.map(taken, places)) if yes]
+names = {}
+for name in ("redis", "orchestrator", "inference"):
+    try:
+        names[name] = socket.gethostbyname_ex(name)[2]
+    except OSError:
+        names[name] = []
+print(json.dumps({"reached": found, "names": names}))
+"""
+# What the second project runs: what keeps the state, what is published, what has a way out.
+NEIGHBOURS = ("redis", "orchestrator", "verifier")
+PORTS = (6379, 7070, 8080, 9090)
 TABLE: list[tuple[str, float, str]] = []
 
 
 class Platform:
     """The composed platform: its REST API and its containers."""
 
-    def __init__(self, url: str, key: str, compose: list[str]) -> None:
+    def __init__(
+        self, url: str, key: str, compose: list[str], project: str = "", variables: dict[str, str] | None = None
+    ) -> None:
         self.url, self.key, self.compose = url, key, compose
+        self.project = project or os.environ["COMPOSE_PROJECT_NAME"]
+        self.variables = {**(variables or {}), "COMPOSE_PROJECT_NAME": self.project}
 
     def ask(self, path: str, body: Any = None) -> Any:
         """The JSON that the API answers. Raises urllib.error.URLError."""
@@ -104,7 +183,18 @@ class Platform:
 
     def run(self, *arguments: str) -> str:
         """What a compose command prints. Raises CalledProcessError, TimeoutExpired."""
-        return output([*self.compose, *arguments])
+        return output([*self.compose, *arguments], self.variables)
+
+    def owned(self) -> set[str]:
+        """Its containers, volumes and networks, by their names and the engine's numbers."""
+        own = ["--filter", f"label=com.docker.compose.project={self.project}"]
+        asked = (["ps", "-aq"], ["volume", "ls", "-q"], ["network", "ls", "-q"])
+        return {each for command in asked for each in output(["docker", *command, *own]).split()}
+
+    def addresses(self) -> set[str]:
+        """Those of its containers that run, on all their networks."""
+        form = "{{range .NetworkSettings.Networks}}{{.IPAddress}} {{end}}"
+        return set(output(["docker", "inspect", "-f", form, *self.run("ps", "-q").split()]).split())
 
     def inference(self) -> list[str]:
         """Containers of inference, the oldest first."""
@@ -130,9 +220,12 @@ class Platform:
         self.run("up", "--detach", "--no-recreate", "--no-deps", "--scale", f"inference={replicas}", "inference")
 
 
-def output(command: list[str]) -> str:
-    """Standard output of a command."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=COMMAND_SECONDS)
+def output(command: list[str], variables: dict[str, str] | None = None) -> str:
+    """Standard output of a command. Raises CalledProcessError, TimeoutExpired."""
+    environment = {**os.environ, **(variables or {})}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, timeout=COMMAND_SECONDS, env=environment
+    )
     return done.stdout
 
 
@@ -149,11 +242,13 @@ def table(steps: list[tuple[str, float, str]]) -> str:
 
 @contextlib.contextmanager
 def noted(what: str, job: WatchedJob | None = None) -> Iterator[None]:
-    """Note what a step took, and between which steps of the job it was."""
-    began, before = time.monotonic(), job.step() if job else 0
+    """Note what a step took, and between which steps of which job it was; it begins with a job at work."""
+    if job:
+        job.at_work()
+    began, before = time.monotonic(), job.place() if job else ""
     say(what)
     yield
-    TABLE.append((what, time.monotonic() - began, f"the job: step {before} to {job.step()}" if job else ""))
+    TABLE.append((what, time.monotonic() - began, f"{before} to {job.place()}" if job else ""))
 
 
 def wait_until(reached: Callable[[], bool], what: str, seconds: float) -> float:
@@ -168,60 +263,135 @@ def wait_until(reached: Callable[[], bool], what: str, seconds: float) -> float:
 
 
 class WatchedJob:
-    """A job that has to be at work whenever something is done to the platform."""
+    """The job that is at work while something is done to the platform, and what follows it when it has succeeded."""
 
-    def __init__(self, platform: Platform, job_id: str) -> None:
-        self.platform, self.id = platform, job_id
+    def __init__(self, platform: Platform, folder: str, steps: int) -> None:
+        self.platform, self.folder, self.steps, self.sent = platform, folder, steps, 0
+        self.next()
+
+    def next(self) -> None:
+        """Send it over REST, and wait for its third step."""
+        self.sent += 1
+        inside = ["exec", "-T", "orchestrator", "python", "-c", MODEL, self.folder, str(self.steps)]
+        self.id = self.platform.ask("/v1/jobs", json.loads(self.platform.run(*inside)))["id"]
+        say(f"job {self.id}: {self.steps} steps")
+        began = time.monotonic()
+        wait_until(lambda: self.step() >= 3, "the job has done three steps", VALUES_SECONDS)
+        seen = "values of its prompts included"
+        TABLE.append((f"job {self.sent} from its submission to its third step", time.monotonic() - began, seen))
 
     def look(self) -> Any:
-        """What the API says of it."""
-        return self.platform.ask_again(f"/v1/jobs/{self.id}")
+        """What the API says of it. Exits when it has come to a bad end."""
+        job = self.platform.ask_again(f"/v1/jobs/{self.id}")
+        if job["state"] in FINAL and job["state"] != "succeeded":
+            raise SystemExit(f"the job is {job['state']}: {job['failure']}")
+        return job
 
     def step(self) -> int:
-        """The step it is at. Exits when it has ended: then nothing was proven."""
-        job = self.look()
-        if job["state"] in FINAL:
-            raise SystemExit(f"the job is {job['state']} too early, give it more STEPS: {job['failure']}")
-        return int(job["progress"]["step"])
+        """The step it is at."""
+        return int(self.look()["progress"]["step"])
+
+    def place(self) -> str:
+        """Which job, and where in it."""
+        return f"job {self.sent} step {self.step()}"
+
+    def succeeded(self) -> bool:
+        """Whether it has reached its end."""
+        return bool(self.look()["state"] == "succeeded")
+
+    def at_work(self) -> None:
+        """Have a job at work that has some steps before it: the next one when this one is as good as over."""
+        if self.steps - self.step() < STEPS_LEFT:
+            self.finish()
+            self.next()
 
     def goes_on(self) -> None:
-        """Wait for three more steps."""
-        self.reach(self.step() + 3, REPLICA_SECONDS)
-
-    def reach(self, step: int, seconds: float) -> None:
-        """Wait until it has done so many steps."""
-        wait_until(lambda: self.step() >= step, f"the job has done {step} steps", seconds)
+        """Wait for three more steps, or its success."""
+        wanted = min(self.step() + 3, self.steps)
+        wait_until(lambda: self.step() >= wanted, f"the job has done {wanted} steps", REPLICA_SECONDS)
 
     def served_by(self, replicas: int) -> None:
-        """Wait until so many replicas of inference, neither more nor fewer, serve it."""
+        """Wait until so many replicas of inference, neither more nor fewer, serve it, or the next one."""
         reached = f"replicas that serve the job: {replicas}"
-        wait_until(lambda: self.step() >= 0 and self.platform.joined() == replicas, reached, REPLICA_SECONDS)
+        joined: Callable[[], bool] = lambda: self.platform.joined() == replicas  # noqa: E731
+        while True:
+            self.at_work()
+            wait_until(lambda: joined() or self.succeeded(), reached, REPLICA_SECONDS)
+            if not self.succeeded():
+                return
 
-    def state(self) -> str:
-        """The state that the API tells."""
-        return str(self.look()["state"])
+    def finish(self) -> None:
+        """Wait for its success and look into what it came to."""
+        began = time.monotonic()
+        wait_until(self.succeeded, f"job {self.id} has succeeded", JOB_SECONDS)
+        TABLE.append((f"the end of job {self.sent}", time.monotonic() - began, report(self.platform, self.id)))
 
 
-def strangers_answers(platform: Platform) -> dict[str, str]:
-    """What a container on the platform's network gets that has none of its secrets. Exits when it gets anything."""
-    network = f"{os.environ['COMPOSE_PROJECT_NAME']}_pipeline"
+def strangers_answers(platform: Platform, *secrets: str) -> dict[str, str]:
+    """What a container on the platform's network gets that has none of its secrets. Exits when it gets anything.
+
+    secrets: another platform's token and password of Redis, which it shows.
+    """
+    network = f"{platform.project}_pipeline"
     confined = ["docker", "run", "--rm", "--network", network, "--entrypoint", "python", platform.image()]
-    said = dict(json.loads(output([*confined, "-c", STRANGER])))
+    said = dict(json.loads(output([*confined, "-c", STRANGER, *secrets])))
     wanted = dict.fromkeys(said, "UNAUTHENTICATED") | {"redis": "AuthenticationError"}
     if said != wanted or len(said) < len(KILLED):
         raise SystemExit(f"a stranger on the network is told {said}")
     return said
 
 
-def submitted(platform: Platform, steps: int) -> WatchedJob:
-    """pi0 built, the demo's job sent over REST."""
-    with noted("pi0 of the toy contest"):
-        lines = platform.run("--profile", "demo", "run", "--rm", "-T", "toy-model").splitlines()
-    folder = [json.loads(line)["folder"] for line in lines if "folder" in line][-1]
-    spec = platform.run("exec", "-T", "orchestrator", "python", "-c", MODEL, folder, str(steps))
-    job = WatchedJob(platform, platform.ask("/v1/jobs", json.loads(spec))["id"])
-    say(f"job {job.id}: {steps} steps")
-    return job
+def neighbour(platform: Platform) -> str:
+    """A second project of this checkout on the engine: each has its own, and neither gets anything of the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        port = int(platform.url.rpartition(":")[2]) + 1
+        ours = {"SPO_SECRETS_PATH": folder, "SPO_HTTP_PORT": str(port)}
+        other = Platform(f"http://127.0.0.1:{port}", "", platform.compose, f"{platform.project}-other", ours)
+        output(["deploy/make_secrets.sh"], ours)
+        secrets = {path.name: path.read_text() for path in Path(folder).iterdir()}
+        other.key = secrets["spo_orchestrator_api_key"]
+        try:
+            other.run("up", "--detach", "--no-build", "--wait", "--wait-timeout", "600", *NEIGHBOURS)
+            shared = platform.owned() & other.owned()
+            answers = strangers_answers(platform, secrets["spo_rpc_token"], secrets["redis_password"])
+            met = [*meets(platform, other, "verifier"), *meets(other, platform, "verifier")]
+            jobs, keys = (
+                len(other.ask("/v1/jobs")["items"]),
+                [refused(platform, other.key), refused(other, platform.key)],
+            )
+        finally:
+            other.run("down", "--volumes", "--timeout", "40")
+    if shared or met or jobs or keys != [401, 401] or other.owned():
+        raise SystemExit(f"two projects meet: {shared} {met}, jobs {jobs}, keys {keys}, left {other.owned()}")
+    return f"no address of the other is reached, {len(answers)} services and both APIs refuse the other's secrets"
+
+
+def meets(here: Platform, there: Platform, service: str) -> list[str]:
+    """Which addresses of another platform a service of this one reaches, and which names lead it there."""
+    # Its own Redis too, so that a probe that reaches nothing at all is seen.
+    own, theirs = ["redis", 6379], sorted(there.addresses())
+    places = [own, *([address, port] for address in theirs for port in PORTS)]
+    seen = json.loads(here.run("exec", "-T", service, "python", "-c", REACHES, json.dumps(places)))
+    if own not in seen["reached"] or not set(seen["names"]["redis"]) & here.addresses():
+        raise SystemExit(f"{service} of {here.project} does not reach its own Redis: {seen}")
+    named = {address for addresses in seen["names"].values() for address in addresses}
+    return [str(each) for each in seen["reached"] if each != own] + sorted(named & set(theirs))
+
+
+def refused(platform: Platform, key: str) -> int:
+    """The status with which the API answers another platform's key; 200 when it takes it."""
+    try:
+        Platform(platform.url, key, platform.compose, platform.project).ask("/v1/jobs")
+    except urllib.error.HTTPError as error:
+        return error.code
+    return 200
+
+
+def pi0(platform: Platform) -> str:
+    """The folder of the toy contest's pi0, built by the platform."""
+    lines = platform.run("--profile", "demo", "run", "--rm", "-T", "toy-model").splitlines()
+    return [str(json.loads(line)["folder"]) for line in lines if "folder" in line][-1]
 
 
 def killed_and_back(platform: Platform, job: WatchedJob, victim: str) -> None:
@@ -250,24 +420,64 @@ def healthy(container: str) -> bool:
     return output(["docker", "inspect", "-f", "{{.State.Health.Status}}", container]).strip() == "healthy"
 
 
-def report(platform: Platform, job: WatchedJob) -> None:
-    """What the job came to: the ledger, pass@1 before and after, the trainer's waits."""
-    ledger = json.loads(platform.run("exec", "-T", "orchestrator", "python", "-c", LEDGER, job.id))
+def report(platform: Platform, job_id: str) -> str:
+    """What a job came to, in a few words: the ledger, pass@1 before and after, the trainer's waits."""
+    ledger = json.loads(platform.run("exec", "-T", "orchestrator", "python", "-c", LEDGER, job_id))
     say("the ledger holds each sample of each group once: " + json.dumps(ledger))
-    for event in platform.ask(f"/v1/jobs/{job.id}/events?limit=1000")["items"]:
+    for event in platform.ask(f"/v1/jobs/{job_id}/events?limit=1000")["items"]:
         if event["kind"] in ("replica_joined", "replica_lost"):
             say(f"{event['at']} {event['kind']} {event['body']['replica_id']}")
-    before, *_, after = platform.ask(f"/v1/jobs/{job.id}/evaluations")["items"]
-    for evaluation in (before, after):
-        score = evaluation["pass_at_k"]["1"]
-        say(f"pass@1 at step {evaluation['step']}: {score['value']:.3f}")
-    series = platform.ask(f"/v1/jobs/{job.id}/metrics?max_points=2000")["series"]
+    before, *_, after = platform.ask(f"/v1/jobs/{job_id}/evaluations")["items"]
+    first, last = (each["pass_at_k"]["1"]["value"] for each in (before, after))
+    series = platform.ask(f"/v1/jobs/{job_id}/metrics?max_points=2000")["series"]
     waits = [wait for wait in series["wait_seconds"] if wait is not None]
-    say(f"the trainer waited {sum(waits):.1f} s in all, {max(waits):.1f} s at most for one batch")
+    counted = f"ledger: {ledger['groups_fed']} groups, {ledger.get('online', '?')} online samples, "
+    counted += (
+        f"{ledger['duplicates']} duplicates, {ledger['groups_waiting']} waiting; pass@1 {first:.3f} to {last:.3f}"
+    )
+    return f"{counted}; the trainer waited {sum(waits):.0f} s, {max(waits):.1f} s at most"
+
+
+def played(platform: Platform, folder: str) -> str:
+    """A job whose episodes a container's runner plays, with a key for that alone."""
+    inside = ["exec", "-T", "orchestrator", "python", "-c", MODEL, folder, str(EPISODES["trainer"]["steps"])]
+    spec = json.loads(platform.run(*inside))
+    for section, fields in EPISODES.items():
+        spec[section] = {**spec[section], **fields} if fields else fields
+    asked = {"name": "runner", "tenant": "default", "scopes": ["agents:run"]}
+    key = Path(os.environ.get("SPO_SECRETS_PATH") or "deploy/secrets", "spo_agent_runner_api_key")
+    key.write_text(platform.ask("/v1/keys", asked)["key"])
+    key.chmod(0o644)
+    commands = {"solver": f"python -c {shlex.quote(AGENT)}"}
+    platform.variables["SPO_AGENT_RUNNER_HARNESSES"] = json.dumps(commands)
+    platform.variables["SPO_AGENT_RUNNER_SCORE"] = f"python -c {shlex.quote(SCORE)}"
+    platform.run(
+        "--profile", "agents", "up", "--detach", "--no-build", "--wait", "--wait-timeout", "600", "agent-runner"
+    )
+    job_id = platform.ask("/v1/jobs", spec)["id"]
+    state = lambda: platform.ask_again(f"/v1/jobs/{job_id}")["state"]  # noqa: E731
+    wait_until(lambda: state() in FINAL, "the job of episodes has ended", JOB_SECONDS)
+    if state() != "succeeded":
+        raise SystemExit(f"the job of episodes is {platform.ask(f'/v1/jobs/{job_id}')}")
+    sessions = platform.ask(f"/v1/agents/sessions?job={job_id}&limit=100")["items"]
+    runner = platform.container("agent-runner")
+    platform.run("--profile", "agents", "rm", "--stop", "--force", "agent-runner")
+    key.unlink()
+    return f"{len(sessions)} sessions of the runner {runner[:12]}"
+
+
+def upgraded(platform: Platform) -> None:
+    """From the images of OLD_VERSION to those that the compose file names, volumes kept."""
+    for each in ("LIGHT", "JUDGE", "CPU", "RUNNER"):
+        os.environ.pop(f"SPO_{each}_IMAGE", None)
+    before = platform.image()
+    platform.run("up", "--detach", "--no-build", "--wait", "--wait-timeout", "900")
+    if platform.image() == before:
+        raise SystemExit(f"the images of {os.environ['OLD_VERSION']} are those of the compose file")
 
 
 def disturbed(platform: Platform, job: WatchedJob) -> None:
-    """All that is done to the platform while the job trains."""
+    """All that is done to the platform while a job trains."""
     with noted("inference 1 -> 3 until all serve the job", job):
         platform.scale(3)
         job.served_by(3)
@@ -284,6 +494,13 @@ def disturbed(platform: Platform, job: WatchedJob) -> None:
         with noted(f"SIGKILL to {service} until it is healthy and the job goes on", job):
             killed_and_back(platform, job, platform.container(service))
             job.goes_on()
+    with noted("a second project on the engine", job):
+        say(neighbour(platform))
+        job.goes_on()
+    if os.environ.get("OLD_VERSION"):
+        with noted(f"all services from {os.environ['OLD_VERSION']} to the new images, volumes kept", job):
+            upgraded(platform)
+            job.goes_on()
 
 
 def main(url: str, key_file: str, steps: str, *compose: str) -> None:
@@ -293,15 +510,13 @@ def main(url: str, key_file: str, steps: str, *compose: str) -> None:
         with noted("a stranger on the network asks every service"):
             said = strangers_answers(platform)
         say(json.dumps(said))
-        job = submitted(platform, int(steps))
-        with noted("the job's third step, values included"):
-            job.reach(3, VALUES_SECONDS)
+        with noted("pi0 of the toy contest"):
+            folder = pi0(platform)
+        job = WatchedJob(platform, folder, int(steps))
         disturbed(platform, job)
-        with noted("the job's end"):
-            wait_until(lambda: job.state() in FINAL, "the job has ended", JOB_SECONDS)
-        if job.state() != "succeeded":
-            raise SystemExit(f"the job is {job.look()}")
-        report(platform, job)
+        job.finish()
+        with noted("a job of which a runner in a container plays the episodes"):
+            say(played(platform, folder))
     finally:
         print(table(TABLE), flush=True)
 

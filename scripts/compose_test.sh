@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Build the images, run the toy job in docker compose, scale inference and kill every service on the way, tear down.
 # Needs a Docker engine and compose v2 (docker compose, or the path of its binary in COMPOSE). Images and bases are
-# chosen by the variables of docker-compose.yml; COMPOSE_BUILD=no takes images that are there; STEPS is the length of the
-# job, which has to be at work still at the last kill; KILLED names the services that are killed.
+# chosen by the variables of docker-compose.yml; COMPOSE_BUILD=no takes images that are there; STEPS is the length of a
+# job, and when one is over the next takes its place; KILLED names the services that are killed. OLD_VERSION=tag starts
+# from images of that tag (spo-light, spo-judge, spo-cpu) and upgrades under the job to those of the compose file.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +18,7 @@ docker info >/dev/null 2>&1 || skip "no Docker engine answers"
 read -ra compose <<<"${COMPOSE:-docker compose}"
 "${compose[@]}" version >/dev/null 2>&1 || skip "there is no compose v2 (${compose[*]})"
 
-STEPS=${STEPS:-1000}
+STEPS=${STEPS:-600}
 export COMPOSE_PROJECT_NAME=spo-test SPO_HTTP_PORT=${SPO_HTTP_PORT:-18080}
 deploy/make_secrets.sh
 finish() {
@@ -35,9 +36,13 @@ if [ "${COMPOSE_BUILD:-yes}" = yes ]; then
   say "build"
   "${compose[@]}" build
 fi
-say "start"
+say "start${OLD_VERSION:+ from $OLD_VERSION}"
 began=$SECONDS
-"${compose[@]}" up --wait --wait-timeout 900
+if [ -n "${OLD_VERSION:-}" ]; then
+  export SPO_LIGHT_IMAGE=spo-light:$OLD_VERSION SPO_RUNNER_IMAGE=spo-light:$OLD_VERSION
+  export SPO_JUDGE_IMAGE=spo-judge:$OLD_VERSION SPO_CPU_IMAGE=spo-cpu:$OLD_VERSION
+fi
+"${compose[@]}" up --no-build --wait --wait-timeout 900
 say "all services are healthy, after $((SECONDS - began)) s"
 
 say "without the key the API says no"

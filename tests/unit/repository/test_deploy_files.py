@@ -177,18 +177,20 @@ def test_secrets_are_files_whose_names_are_settings() -> None:
         token = {"spo_agent_runner_api_key"} if name == "agent-runner" else {"spo_rpc_token"}
         assert token <= set(service["secrets"])
         assert name != "agent-runner" or token == set(service["secrets"])
-    assert all(secret["file"].startswith("deploy/secrets/") for secret in COMPOSE["secrets"].values())
+    assert all(
+        each["file"] == f"${{SPO_SECRETS_PATH:-deploy/secrets}}/{name}" for name, each in COMPOSE["secrets"].items()
+    )
 
 
 def test_the_secrets_that_compose_mounts_are_made_once_and_differ(tmp_path: Path) -> None:
     (tmp_path / "deploy").mkdir()
     shutil.copy(ROOT / "deploy" / "make_secrets.sh", tmp_path / "deploy")
 
-    def made() -> dict[str, str]:
-        subprocess.run([tmp_path / "deploy" / "make_secrets.sh"], check=True, capture_output=True, timeout=60)
+    def made(folder: Path = tmp_path / "deploy" / "secrets", **variables: str) -> dict[str, str]:
+        command, environment = [tmp_path / "deploy" / "make_secrets.sh"], os.environ | variables
+        subprocess.run(command, check=True, capture_output=True, timeout=60, env=environment)
         # But for a key that the platform itself makes.
-        files = {name: each["file"] for name, each in COMPOSE["secrets"].items() if name != "spo_agent_runner_api_key"}
-        return {name: (tmp_path / file).read_text() for name, file in files.items()}
+        return {name: (folder / name).read_text() for name in COMPOSE["secrets"] if name != "spo_agent_runner_api_key"}
 
     first = made()
     assert (tmp_path / ".env").read_text() == "COMPOSE_PROJECT_NAME=spo\n"
@@ -204,6 +206,9 @@ def test_the_secrets_that_compose_mounts_are_made_once_and_differ(tmp_path: Path
     settings = PlatformSettings(_secrets_dir=tmp_path / "deploy" / "secrets")
     assert settings.rpc_token.get_secret_value() == again["spo_rpc_token"]
     assert settings.redis_url == f"redis://:{again['redis_password']}@redis:6379/0"
+    # A second platform of this checkout shares none of them.
+    other = made(tmp_path / "other", SPO_SECRETS_PATH=str(tmp_path / "other"))
+    assert not set(other.values()) & {*first.values(), *again.values()}
 
 
 def test_redis_is_started_alike_everywhere(tmp_path: Path) -> None:
