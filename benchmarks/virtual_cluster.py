@@ -52,8 +52,9 @@ from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_WRONG_ANSWER, Verdict
 
 DEVICE = Device()
-# Of a node: what it writes of a version while its trainer waits, and what a replica loads; bytes per second.
-PUBLISHED, LOADED = 4e9, 2e10
+# Bytes per second: what a rank copies of a version into host memory while its trainer waits, what a node stores of that
+# copy while training goes on, and what a replica loads.
+COPIED, PUBLISHED, LOADED = 1e10, 4e9, 2e10
 CARDS_OF_A_NODE = 8
 UPDATE_INTERVAL, MOST_AGE = 4, 4
 # How often a trajectory is learned from: once, so that the engines must make all that the trainer takes.
@@ -222,7 +223,7 @@ class VirtualCluster:
         self.draw = random.Random(0)
         self.lengths: dict[str, int] = {}
         self.now, self.version, self.step = 0.0, 0, 0
-        # Seconds that the trainer still works, publishes and has done of each.
+        # Seconds that the trainer still works, copies what it publishes, and has done of each.
         self.left, self.publishing = 0.0, 0.0
         self.worked, self.published = 0.0, 0.0
         self.ages: list[int] = []
@@ -231,7 +232,10 @@ class VirtualCluster:
         self.queued = 0
         model = push_bytes(self.spec, named_shape(load.shape))
         nodes = max(1, self.pace.ranks // CARDS_OF_A_NODE)
-        self.publish_seconds, self.load_seconds = model / nodes / PUBLISHED, model / LOADED
+        self.copy_seconds, self.load_seconds = model / self.pace.ranks / COPIED, model / LOADED
+        self.store_seconds = model / nodes / PUBLISHED
+        # When the version that is being stored is announced.
+        self.stored_at = math.inf
 
     def call(self, method: str, request: GetReplayStatusRequest, deadline_seconds: float) -> GetReplayStatusResponse:
         """The dispatcher's question, answered by the real service."""
@@ -246,6 +250,8 @@ class VirtualCluster:
             if self.now > limit:
                 raise RuntimeError(f"after {self.now:.0f} s still at step {self.step}")
             self.now += tick
+            if self.now >= self.stored_at:
+                self._announce()
             self.queued += self.dispatcher.dispatch(self.run_id)
             self._hand_out()
             for engine in self.engines:
@@ -303,8 +309,6 @@ class VirtualCluster:
                 self.publishing -= used
                 self.published += used
                 seconds -= used
-                if self.publishing <= 0:
-                    self._announce()
                 continue
             if self.left <= 0 and not self._take():
                 return
@@ -316,7 +320,17 @@ class VirtualCluster:
                 self.left = 0.0
                 self.step += 1
                 if self.step % self.spec.trainer.update_interval == 0:
-                    self.publishing = self.publish_seconds
+                    self._publish(seconds)
+
+    def _publish(self, left: float) -> None:
+        """The trainer waits for the copy, and before it for the version that is still being stored."""
+        now = self.now - left
+        wait = 0.0
+        if self.stored_at < math.inf:
+            wait = max(0.0, self.stored_at - now)
+            self._announce()
+        self.publishing = wait + self.copy_seconds
+        self.stored_at = now + self.publishing + self.store_seconds
 
     def _take(self) -> bool:
         """The batch of the next step, whose tokens are the trainer's work."""
@@ -333,7 +347,7 @@ class VirtualCluster:
         return True
 
     def _announce(self) -> None:
-        self.version += 1
+        self.version, self.stored_at = self.version + 1, math.inf
         for engine in self.engines:
             engine.version, engine.loading = self.version, self.load_seconds
 
