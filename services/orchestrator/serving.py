@@ -31,6 +31,7 @@ from services.orchestrator.jobs import JobStore
 from services.orchestrator.replicas import LiveReplica, ReplicaAssigner
 from services.orchestrator.versions import announced_version, published_versions
 from spo import errors
+from spo.redis_keys import digest
 from spo.rpc.client import ResponseStream, RpcClient
 from spo.spec.job_spec import JobSpec, TasksSpec
 from spo.spec.section import HOLDS_SLOT, record_of
@@ -40,6 +41,8 @@ from spo.v1.inference_service_pb2_grpc import InferenceServiceStub
 from spo.v1.orchestrator_service_pb2 import CompleteServedRequest
 
 LOOK_SECONDS = 0.25
+# A replica with so many times its share of what is under way is passed over by those that would rather be near it.
+CROWDED = 1.5
 # For so long a replica that said it cannot serve a run is not asked for it again.
 UNFIT_SECONDS = 30.0
 # An ended run's use is noted no more often than this.
@@ -126,22 +129,26 @@ class ServingPool:
         self._lock = threading.Lock()
         self._clients: dict[str, RpcClient] = {}
         self._turn = itertools.count()
+        # Of each address, how many are under way; changed in the event loop alone.
+        self._asked: Counter[str] = Counter()
         self._known = _KnownReplicas()
 
-    async def serve(self, request: ServeRequest) -> AsyncGenerator[ServeResponse, None]:
+    async def serve(self, request: ServeRequest, near: str = "") -> AsyncGenerator[ServeResponse, None]:
         """The answer in parts. Closing the iterator ends the sampling.
 
+        near: requests with the same one go to the same replica, whose engine has their prefixes, while it is not
+        crowded beside the others; "": to whichever has its turn.
         Raises NotServed when no replica has come to serve the run in time, and what the replica raises.
         """
         with self.traffic.completion(request.run_id):
-            async with contextlib.aclosing(self._served(request)) as answer:
+            async with contextlib.aclosing(self._served(request, near)) as answer:
                 async for response in answer:
                     yield response
 
-    async def _served(self, request: ServeRequest) -> AsyncGenerator[ServeResponse, None]:
+    async def _served(self, request: ServeRequest, near: str) -> AsyncGenerator[ServeResponse, None]:
         deadline = time.monotonic() + self.limits.wait_seconds
         while True:
-            replica = await asyncio.to_thread(self._replica_for, request.run_id)
+            replica = await asyncio.to_thread(self._replica_for, request.run_id, near)
             if replica is None:
                 if time.monotonic() > deadline:
                     raise await asyncio.to_thread(self._not_served, request.run_id)
@@ -166,6 +173,7 @@ class ServingPool:
         arrived: asyncio.Queue[ServeResponse | BaseException | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._threads.submit(_read, stream, lambda found: loop.call_soon_threadsafe(arrived.put_nowait, found))
+        self._asked[replica.address] += 1
         try:
             while (found := await arrived.get()) is not None:
                 if isinstance(found, BaseException):
@@ -173,8 +181,11 @@ class ServingPool:
                 yield found
         finally:
             stream.cancel()
+            self._asked[replica.address] -= 1
+            if not self._asked[replica.address]:
+                del self._asked[replica.address]
 
-    def _replica_for(self, run_id: str) -> LiveReplica | None:
+    def _replica_for(self, run_id: str, near: str) -> LiveReplica | None:
         """One that is assigned to the run, else one that holds its model; None, and the use noted, where none does."""
         spec = self.jobs.spec(run_id)
         candidates = [each for each in self._live() if self._is_fit(each, run_id)]
@@ -183,7 +194,16 @@ class ServingPool:
             self._note_use(run_id)
         if not chosen:
             chosen = [each for each in candidates if each.run_id and self._holds(each.run_id, spec)]
-        return chosen[next(self._turn) % len(chosen)] if chosen else None
+        if not chosen:
+            return None
+        return self._nearest(chosen, near) if near else chosen[next(self._turn) % len(chosen)]
+
+    def _nearest(self, chosen: list[LiveReplica], near: str) -> LiveReplica:
+        """The first in an order of its own (rendezvous hashing) that is asked for no more than CROWDED of its share."""
+        asked = {each.replica_id: self._asked[each.address] for each in chosen}
+        share = CROWDED * (1 + sum(asked.values())) / len(chosen)
+        ranked = sorted(chosen, key=lambda each: digest(near, each.replica_id))
+        return next(each for each in ranked if asked[each.replica_id] < share)
 
     def _live(self) -> list[LiveReplica]:
         with self._lock:

@@ -249,10 +249,25 @@ class JudgeServiceDouble(JudgeServiceServicer):
         return judge.JudgeResponse(verdicts=verdicts)
 
 
+def _whole(parts: inference.ServeResponse) -> inference.ServeResponse:
+    """The same with one part for each sample."""
+    found = inference.ServeResponse()
+    found.CopyFrom(parts)
+    del found.parts[:]
+    for index in sorted({part.index for part in parts.parts}):
+        own = [part for part in parts.parts if part.index == index]
+        whole = found.parts.add()
+        for part in own:
+            whole.MergeFrom(part)
+        whole.text = "".join(part.text for part in own)
+    return found
+
+
 class InferenceDouble(InferenceServiceServicer):
     """Answers each sample with the text that `respond` gives; `unready` calls are refused first.
 
-    Completions say what `says` does, a word a part and token, until `goes_on` is set where they wait for it.
+    Completions say what `says` does, a word a part and token, until `goes_on` is set where they wait for it. in_parts:
+    those too that are not streamed, which engines send whole.
     """
 
     def __init__(self) -> None:
@@ -260,6 +275,7 @@ class InferenceDouble(InferenceServiceServicer):
         self.unready = 0
         self.says: Callable[[inference.ServeRequest], str] = lambda request: "one two three"
         self.goes_on: threading.Event | None = None
+        self.in_parts = True
         # What each word's token looks like where log-probs are asked for.
         self.shown: Callable[[str], inference.ServedToken] = lambda word: inference.ServedToken(text=word)
         self.asked = inference.ServeRequest()
@@ -294,13 +310,16 @@ class InferenceDouble(InferenceServiceServicer):
                     part.calls.extend(self.calls if part.finish_reason else ())
                     if request.logprobs:
                         part.tokens.extend(self.shown(text) for _ in part.token_ids)
-                yield first
-                first = inference.ServeResponse()
+                if self.in_parts or request.stream:
+                    yield first
+                    first = inference.ServeResponse()
                 if self.dies:
                     self.dies -= 1
                     raise NotReady("the replica has died")
                 while self.goes_on and not self.goes_on.wait(0.02) and not ended.is_set():
                     pass
+            if first.parts:
+                yield _whole(first)
         finally:
             self.serving -= 1
 

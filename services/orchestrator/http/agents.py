@@ -285,6 +285,8 @@ class EpisodeCompletion(ServedCompletion):
         self.session, self.counts = standing_of(request)
         self.tree = context.agent_sessions.tree(self.session)
         self.turns = body.shown
+        # The samples of a group have their first prompt in common.
+        self.near = self.session.group_id or self.session.id
         self.continued = Continuation(None, 0, (), "")
         said = body.model_dump_json(exclude={"stream", "stream_options"})
         self.began_unix_ms = now_ms()

@@ -389,6 +389,8 @@ class ServedCompletion:
         self.request = request
         self.body = body
         self.capture: Captured | None = None
+        # What shares prefixes with others; "": nothing known.
+        self.near = ""
 
     async def begin(self) -> tuple[AsyncGenerator[ServeResponse, None], OpenAiAnswer]:
         """What will be sampled, once it is read, and the answer that it fills."""
@@ -457,7 +459,7 @@ class ServedCompletion:
         quota = self.context.serving_quota
         with quota.completion(self.principal.tenant), self.under_way():
             try:
-                async with contextlib.aclosing(self.context.serving_pool.serve(wanted)) as parts:
+                async with contextlib.aclosing(self.context.serving_pool.serve(wanted, self.near)) as parts:
                     async for response in parts:
                         answer.add(response)
                         if answer.is_whole:

@@ -1,16 +1,27 @@
-"""What is read of many sessions and of long ones: pages of a list, and paths of more calls than are read at once."""
+"""What is read and kept of many sessions and of long ones: pages of a list, paths of more calls than are read at once,
+the replica that had them before, and what a thousand sessions hold.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from services.orchestrator import agents, redis_keys as own_keys
-from services.orchestrator.agents import AgentSession, CallNode, Continuation, SessionTree
+from services.orchestrator.agents import AgentSession, CallNode, Continuation, SessionFull, SessionTree
 from services.orchestrator.commit import now_ms
+from services.orchestrator.http import agents as http_agents
+from spo.testing.peers import ServiceDoubles, wait_until
+from spo.v1.inference_service_pb2 import ServeRequest
+from spo.v1.orchestrator_service_pb2 import HeartbeatRequest
 from tests.integration.orchestrator.serving.conftest import Counter
+from tests.integration.orchestrator.serving.test_agent_sessions import Agent
 
 ABOVE = 4
 CALLS = 2 * ABOVE + 3
@@ -90,3 +101,103 @@ def test_calls_that_an_older_release_stored_are_gone_on_from(counter: Counter) -
             counter.context.redis.hdel(own_keys.agent_nodes(tree.session.id), f"{number}:above")
     assert found.token_ids == (0, 7, 1, 2, 7, 3, 4, 7, 5)
     assert json.loads(counter.context.redis.hget(own_keys.agent_nodes(tree.session.id), "3"))["parent"] == 2
+
+
+def test_a_call_that_a_full_session_cannot_hold_leaves_nothing_of_it(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = counter.context.agent_sessions
+    session = opened(counter, 600)
+    tree = sessions.tree(session)
+    said(tree, [{"role": "user", "content": "question"}])
+    before = sessions.counts(session)
+    monkeypatch.setattr(agents, "MOST_BYTES", int(before["bytes"]) + 100)
+
+    with pytest.raises(SessionFull):
+        said(tree, [{"role": "user", "content": "another"}])
+
+    assert sessions.counts(session) == before
+    assert [node.number for node in tree.nodes()] == [0]
+    monkeypatch.undo()
+    assert said(tree, [{"role": "user", "content": "another"}])[1].number == 1
+
+
+def test_calls_of_a_session_go_to_the_replica_that_had_those_before_while_it_is_not_crowded(counter: Counter) -> None:
+    with ExitStack() as stack:
+        replicas = [counter.peers, *(stack.enter_context(ServiceDoubles()) for _ in range(2))]
+        homes = {served_by(counter, replicas, Agent(counter)) for _ in range(6)}
+        assert len(homes) > 1, "sessions are spread over the replicas"
+
+        agent = Agent(counter)
+        home = served_by(counter, replicas, agent)
+        beat(counter, replicas)
+        held = threading.Event()
+        for replica in replicas:
+            replica.inference.goes_on = held
+        with ThreadPoolExecutor(8) as threads:
+            asked = []
+            for number in range(8):
+                asked.append(threads.submit(agent.call, {"role": "user", "content": f"{number}"}))
+                wait_until(lambda number=number: sum(serving(replicas)) == number + 1, "a call is under way")
+            # No other has as many, and none has all of them.
+            assert serving(replicas)[home] == max(serving(replicas)) < 8
+            held.set()
+            assert [each.result().status_code for each in asked] == [200] * 8
+
+        assert served_by(counter, replicas, agent, leaving=home) != home
+
+
+def beat(counter: Counter, replicas: list[ServiceDoubles], leaving: int | None = None) -> None:
+    for number, replica in enumerate(replicas):
+        counter.context.replicas.beat(
+            HeartbeatRequest(
+                replica_id=f"inference-{number + 1}",
+                pool="inference",
+                address=replica.address,
+                run_id=counter.job_id,
+                draining=number == leaving,
+            )
+        )
+    # What is known of replicas is read again then.
+    counter.context.serving_pool._known.read_at = float("-inf")
+
+
+def served_by(
+    counter: Counter, replicas: list[ServiceDoubles], agent: Agent, calls: int = 3, leaving: int | None = None
+) -> int:
+    """The one replica that had all of some calls."""
+    beat(counter, replicas, leaving)
+    for replica in replicas:
+        replica.inference.asked = ServeRequest()
+    history: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+    for _ in range(calls):
+        history += [agent.says(*history), {"role": "user", "content": "more"}]
+    (found,) = [number for number, each in enumerate(replicas) if each.inference.asked.run_id]
+    return found
+
+
+def serving(replicas: list[ServiceDoubles]) -> list[int]:
+    return [replica.inference.serving for replica in replicas]
+
+
+def test_of_a_thousand_open_sessions_nothing_is_held_in_the_process_and_little_in_redis(counter: Counter) -> None:
+    agent = Agent(counter)
+    agent.says({"role": "user", "content": "x"})
+    stored = int(counter.context.redis.info("memory")["used_memory"])
+    before = alive()
+    for _ in range(1000):
+        opened(counter, 600)
+    tree = counter.context.agent_sessions.tree(counter.context.agent_sessions.get(agent.grant["id"]))
+    for _ in range(50):
+        said(tree, [{"role": "user", "content": "x"}])
+    del tree
+    assert alive() == before
+    assert (int(counter.context.redis.info("memory")["used_memory"]) - stored) / 1000 < 8192
+    assert not http_agents._AT_ONCE
+    assert not counter.context.serving_pool._asked
+
+
+def alive() -> int:
+    """Sessions and calls that are objects of this process."""
+    gc.collect()
+    return sum(isinstance(each, AgentSession | CallNode) for each in gc.get_objects())
