@@ -1,5 +1,7 @@
 """What DeepSpeed, the trainer's bookkeeping, a reference in the trainer and PPO's value model cost: CPU time and bytes.
 
+Also what a batch of long responses costs rank 0 from its message to the tensors, while the devices wait.
+
 The plain loop is what one would write by hand in torch for the same model, batch and loss, and nothing else. Peak
 memory is the most that a process of its own took while it trained, over what it had before it loaded the model:
 weights, gradients, optimiser state and activations. On a CPU that is resident memory (Linux), on a GPU what torch
@@ -22,12 +24,15 @@ from typing import Any
 import torch
 
 from benchmarks.frame import CpuClock, Measure, Row, compare, run, within
+from benchmarks.gpu.training import random_rows
 from services.trainer.batches import (
     ForwardLimits,
     MicroBatch,
     Minibatch,
     TrainingSample,
+    batch_metrics,
     cut_into_minibatches,
+    faults,
     token_batch,
 )
 from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
@@ -39,6 +44,7 @@ from spo.model.logprobs import load_policy, token_logprobs
 from spo.spec.job_spec import JobSpec, RewardSpec
 from spo.testing.runs import toy_spec
 from spo.testing.trainer import sampled_trajectories, write_random_llama
+from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
 
 WIDTH, LAYERS = 192, 4
 BATCH = 32
@@ -49,6 +55,9 @@ LOSS_STEPS = 10
 MEMORY_WIDTH, MEMORY_LAYERS = 1024, 2
 MEMORY_BATCH, MEMORY_MICRO_BATCH = 8, 2
 MEMORY_SECONDS = 600.0
+LONG_ROWS, LONG_TOKENS, LONG_RANKS = 64, 8192, 8
+# 128 trajectories of 32,768 tokens then take half a second of a step.
+LONG_LIMIT = 120.0
 HALF_ONLINE = {"algorithm": {"losses": [{"objective": "terminal_squared"}]}}
 PPO = {
     "algorithm": {"losses": [{"objective": "ppo"}], "critic": {}},
@@ -70,7 +79,31 @@ def measure() -> list[Row]:
         found.append(same_losses(ranks, model_path, rows))
         leave_deepspeed()
         found += [reference_memory(Path(folder)), peak_memory(Path(folder))]
-    return found
+    return [*found, long_batch()]
+
+
+def long_batch() -> Row:
+    """From the message to the tensors of rank 0's own rows, with the checks and metrics of all rows."""
+    made = random_rows(LONG_ROWS, LONG_TOKENS)
+    message = SampleBatchResponse(
+        batch=[SampledTrajectory(trajectory=row.trajectory, qhat_0=row.qhat_0) for row in made]
+    ).SerializeToString()
+
+    def per_token() -> float:
+        clock = CpuClock()
+        before = clock.seconds()
+        batch = SampleBatchResponse.FromString(message).batch
+        rows = [TrainingSample(each.trajectory, each.qhat_0, index) for index, each in enumerate(batch)]
+        assert not faults(rows, cached_reference=True, behaviour=True)
+        own = cut_into_minibatches(rows, 1, LONG_RANKS, ForwardLimits(2 * LONG_TOKENS), whole_groups=False)[0]
+        for minibatch in own:
+            for micro_batch in minibatch.micro_batches:
+                token_batch(micro_batch.rows, 0.2, RewardSpec())
+        batch_metrics(rows, 1)
+        return 1e9 * (clock.seconds() - before) / (LONG_ROWS * LONG_TOKENS)
+
+    name = f"batch of {LONG_ROWS} x {LONG_TOKENS:,} on {LONG_RANKS} ranks, before the first forward"
+    return within(name, "CPU ns per token", per_token, limit=LONG_LIMIT)
 
 
 def step_cost(ranks: Ranks, model_path: Path, rows: Sequence[TrainingSample]) -> Row:

@@ -45,7 +45,7 @@ def measure(dry_run: bool) -> dict[str, object]:
 
 
 def _both(ranks: Ranks, model: Path, batch: int, length: int) -> dict[str, object]:
-    rows = _rows(batch, length)
+    rows = random_rows(batch, length)
     spec = parse_job_spec(
         {
             "model": {"path": str(model), "dtype": "bfloat16"},
@@ -86,7 +86,7 @@ class PlainHuggingFace:
         self._optimizer.zero_grad()
 
 
-def _rows(batch: int, length: int) -> list[TrainingSample]:
+def random_rows(batch: int, length: int) -> list[TrainingSample]:
     """Random trajectories of equal length, a quarter of each a prompt; their reference log-probs mean nothing."""
     draw = random.Random(0)
     highest = SHAPES["tiny"][-1]

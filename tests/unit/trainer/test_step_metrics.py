@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from services.trainer.batches import (
     MOST_PARTS,
     MOST_SOURCES,
+    ForwardLimits,
     TrainingSample,
     WeightedMeans,
     batch_metrics,
+    cut_into_minibatches,
+    faults,
     policy_metrics,
+    token_batch,
 )
 from spo.algorithm.objectives import TokenBatch
+from spo.spec.job_spec import RewardSpec
 from spo.spec.section import AlgorithmSpec
 from spo.v1.prompt_pb2 import SOURCE_ONLINE
+from spo.v1.replay_service_pb2 import SampleBatchResponse, SampledTrajectory
 from spo.v1.trajectory_pb2 import Trajectory
 from spo.v1.verdict_pb2 import Outcome, PartScore, Verdict
 
@@ -92,3 +100,44 @@ def test_a_job_of_preferences_tells_its_margin_and_how_many_pairs_it_has_right()
     assert not [name for name in policy_metrics(logprobs_BL[:2], alone, dpo) if name.startswith("preference")]
     others = AlgorithmSpec.model_validate({"losses": [{"objective": "group_centred_squared"}]})
     assert not [name for name in policy_metrics(logprobs_BL, batch, others) if name.startswith("preference")]
+
+
+def long_row(index: int, tokens: int) -> TrainingSample:
+    logprobs = [-0.5] * tokens
+    ids = {"trajectory_id": str(index), "prompt_id": str(index), "source": SOURCE_ONLINE, "reward": -1.0}
+    both = {"sampling_logprobs": logprobs, "reference_logprobs": logprobs}
+    return TrainingSample(
+        Trajectory(prompt_token_ids=[1] * 8, response_token_ids=[2] * tokens, **ids, **both), -0.5, index
+    )
+
+
+@pytest.mark.parametrize("step", ["decoded and checked", "cut and made tensors", "measured"])
+def test_what_a_batch_takes_before_its_first_forward_are_no_steps_of_python_for_each_token(step: str) -> None:
+    def calls(tokens: int) -> int:
+        rows = [long_row(index, tokens) for index in range(4)]
+        message = SampleBatchResponse(batch=[SampledTrajectory(trajectory=row.trajectory) for row in rows])
+        raw, found = message.SerializeToString(), 0
+
+        def count(_frame: object, event: str, _argument: object) -> None:
+            nonlocal found
+            found += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            match step:
+                case "decoded and checked":
+                    batch = SampleBatchResponse.FromString(raw).batch
+                    rows = [TrainingSample(each.trajectory, -0.5, index) for index, each in enumerate(batch)]
+                    assert not faults(rows, cached_reference=True, behaviour=True)
+                case "cut and made tensors":
+                    (own,) = cut_into_minibatches(rows, 1, 1, ForwardLimits(2 * tokens), whole_groups=False)
+                    for minibatch in own:
+                        for micro_batch in minibatch.micro_batches:
+                            token_batch(micro_batch.rows, 0.2, RewardSpec())
+                case _:
+                    batch_metrics(rows, 1)
+        finally:
+            sys.setprofile(None)
+        return found
+
+    assert calls(4096) <= calls(64) + 100
