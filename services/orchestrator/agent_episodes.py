@@ -392,6 +392,9 @@ class AgentEpisodes:
         with group.consumer.isolated(group.entry):
             trajectories = list(self._trajectories(request, [each for each in group.episodes if each.state == "done"]))
             self._count_missing(group, {each.sample_index for each in trajectories})
+            if len(trajectories) < len(group.episodes):
+                for each in trajectories:
+                    each.group_samples = len(trajectories)
             if trajectories:
                 payload = wire.RolloutGroup(request=request, trajectories=trajectories).SerializeToString()
                 stream = redis_keys.rollouts_of(request.prompt.verifier_pool)

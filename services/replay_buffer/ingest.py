@@ -23,7 +23,7 @@ import redis
 from services.replay_buffer.sampling import BatchSampler
 from services.replay_buffer.sampling_index import FOLLOWED_POSITION
 from services.replay_buffer.store import ReplayStore, StorageMonitor, check_judged, check_live, check_scored, split_by
-from services.replay_buffer.windows import Limiter, read_fact
+from services.replay_buffer.windows import Limiter, group_of, read_fact
 from spo import observability, redis_keys
 from spo.errors import IntegrityError, InvalidInput, NotReady, SpoError
 from spo.messaging.redis_client import as_spo_error, refuses_writes
@@ -75,12 +75,12 @@ def note_anchors(spec: JobSpec, trajectories: Sequence[Trajectory]) -> None:
     """
     if not spec.algorithm.anchors_by_rollouts:
         return
-    groups: dict[tuple[str, int, int], list[Trajectory]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         if trajectory.source == SOURCE_ONLINE:
-            key = (trajectory.group_id, trajectory.attempt, trajectory.policy_version_first)
+            key = (group_of(spec, trajectory), trajectory.policy_version_first)
             groups[key].append(trajectory)
-    for (_, _, version), samples in groups.items():
+    for (_, version), samples in groups.items():
         if version == 0 and spec.value is not None:
             continue
         rewards = [sample.reward for sample in samples]

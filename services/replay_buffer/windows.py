@@ -14,7 +14,8 @@ them hold R times as many under an insert_buffer of (2 R - 1) * error_buffer. It
 lost: at the window's size, and at what max_staleness lets a batch be old. Batches know error_buffer alone.
 error_buffer is widened to one batch plus one group of inserts, so that a batch or a group is always admissible: where
 diff blocks the batch, diff < n - error_buffer <= error_buffer - group * samples_per_insert admits a group.
-The same counts hold where whole groups are drawn: the window then keeps as many whole groups as fit, at least one.
+The same counts hold where whole groups are drawn: the window then keeps as many whole groups as fit, at least one. A
+group of which samples are lost is drawn as a whole one, so that its batch lacks as many.
 
 What a run remembers: the right answers that it has found to each prompt, to be learned again (source `memory`).
 Memory is a function of the ledger: of each prompt the `replay.memory.per_prompt` distinct answers that were found last.
@@ -168,16 +169,23 @@ def digest_of_response(trajectory: Trajectory) -> str:
 def fact_of(spec: JobSpec, trajectory: Trajectory) -> str:
     """What sampling must know of a trajectory, in one line.
 
-    The group only where whole groups are drawn, behind it `#` and the response's digest where the run remembers.
+    The group only where whole groups are drawn, behind it `~` and how many it has where it lacks some, and `#` and the
+    response's digest where the run remembers.
     """
     grouped = spec.replay.unit == "group" and trajectory.source == SOURCE_ONLINE
-    # A group that is dispatched again on purpose is another group.
-    group = f"{trajectory.group_id}.{trajectory.attempt}" if grouped else ""
+    group = group_of(spec, trajectory) if grouped else ""
+    if grouped and trajectory.group_samples:
+        group += f"~{trajectory.group_samples}"
     if spec.replay.remembers:
         group += f"#{digest_of_response(trajectory)}"
     version, reward = trajectory.policy_version_first, trajectory.reward
     correct = has_succeeded(trajectory, spec.tasks.reward)
     return f"{int(correct)}:{version}:{reward!r}:{group}:{trajectory.prompt_id}"
+
+
+def group_of(spec: JobSpec, trajectory: Trajectory) -> str:
+    """Which group it belongs to: dispatched again on purpose another, while episodes of agents begin anew in theirs."""
+    return trajectory.group_id if spec.tasks.harness else f"{trajectory.group_id}.{trajectory.attempt}"
 
 
 def read_fact(trajectory_id: str, fact: str) -> tuple[Candidate, str]:
@@ -221,9 +229,13 @@ class LiveWindow:
         if self.unit_size == 1:
             self._kept.append(candidate)
             return
+        _, _, size = group.partition("~")
+        # Alone there is nothing to compare it with.
+        if size == "1":
+            return
         members = self._incomplete.setdefault(group, [])
         members.append(candidate)
-        if len(members) == self.unit_size:
+        if len(members) == int(size or self.unit_size):
             del self._incomplete[group]
             self._add_group(_group_of(members), number)
         elif len(self._incomplete) > INCOMPLETE_KEPT:

@@ -11,7 +11,7 @@ pass ends in collectives. Where the loss compares the trajectories of a prompt, 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -113,8 +113,9 @@ class ReplayClient:
         """
         request = self._request(step, policy_version, wait_seconds)
         batch = self._received(request)
-        if len(batch) != request.batch_size:
-            raise IntegrityError(f"asked for {request.batch_size} trajectories, got {len(batch)}")
+        found = len(batch) + self._lost(batch)
+        if found != request.batch_size:
+            raise IntegrityError(f"asked for {request.batch_size} trajectories, got {found} with those that are lost")
         groups: dict[str, int] = {}
         return [
             TrainingSample(
@@ -128,6 +129,16 @@ class ReplayClient:
             for position, sampled in enumerate(batch)
             if refreshed is None or sampled.trajectory.prompt_id in refreshed
         ]
+
+    def _lost(self, batch: Sequence[wire.SampledTrajectory]) -> int:
+        """How many samples the groups of a batch lack, where whole ones are drawn."""
+        if self.spec.replay.unit != "group":
+            return 0
+        online = (each.trajectory for each in batch if each.trajectory.source == SOURCE_ONLINE)
+        groups = Counter((each.group_id, each.group_samples) for each in online)
+        # What joined a group from memory comes without its own.
+        whole = [samples for (_, samples), count in groups.items() if samples == count]
+        return sum(self.spec.rollout.samples_per_prompt - samples for samples in whole)
 
     def whole(self, rows: Iterable[TrainingSample], step: int, policy_version: int) -> dict[int, TrainingSample]:
         """Outlined rows of the step's batch with their tokens, by position.

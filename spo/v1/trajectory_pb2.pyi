@@ -219,6 +219,7 @@ class Trajectory(_message.Message):
     SAID_BY_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     ANCHOR_FIELD_NUMBER: _builtins.int
+    GROUP_SAMPLES_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """hash(run, prompt, sample index, attempt, policy version): see `trajectory_id` in spo/redis_keys.py."""
     group_id: _builtins.str
@@ -249,6 +250,8 @@ class Trajectory(_message.Message):
     """What whoever it came from has agreed to, in the words of the request or import; empty: nothing was said."""
     said_by: _builtins.str
     """Of whom the reward is an opinion: the source that captured traffic was tagged with; empty: of nobody in particular."""
+    group_samples: _builtins.int
+    """How many trajectories its group has where some of its samples are lost; 0: as many as were asked for."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -321,10 +324,11 @@ class Trajectory(_message.Message):
         said_by: _builtins.str = ...,
         segments: _abc.Iterable[Global___Segment] | None = ...,
         anchor: Global___Anchor | None = ...,
+        group_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "anchor", b"anchor", "reward", b"reward", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "anchor", b"anchor", "annotations", b"annotations", "attempt", b"attempt", "consent", b"consent", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "group_id", b"group_id", "hops", b"hops", "licence", b"licence", "origin_run_id", b"origin_run_id", "parents", b"parents", "policy_version_first", b"policy_version_first", "policy_version_last", b"policy_version_last", "prompt_id", b"prompt_id", "prompt_token_ids", b"prompt_token_ids", "reasoning_characters", b"reasoning_characters", "reference_hash", b"reference_hash", "reference_logprobs", b"reference_logprobs", "response_text", b"response_text", "response_token_ids", b"response_token_ids", "reward", b"reward", "run_id", b"run_id", "said_by", b"said_by", "sample_index", b"sample_index", "sampler", b"sampler", "sampling_logprobs", b"sampling_logprobs", "seed", b"seed", "segments", b"segments", "source", b"source", "temperature", b"temperature", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "anchor", b"anchor", "annotations", b"annotations", "attempt", b"attempt", "consent", b"consent", "created_unix_ms", b"created_unix_ms", "finish_reason", b"finish_reason", "group_id", b"group_id", "group_samples", b"group_samples", "hops", b"hops", "licence", b"licence", "origin_run_id", b"origin_run_id", "parents", b"parents", "policy_version_first", b"policy_version_first", "policy_version_last", b"policy_version_last", "prompt_id", b"prompt_id", "prompt_token_ids", b"prompt_token_ids", "reasoning_characters", b"reasoning_characters", "reference_hash", b"reference_hash", "reference_logprobs", b"reference_logprobs", "response_text", b"response_text", "response_token_ids", b"response_token_ids", "reward", b"reward", "run_id", b"run_id", "said_by", b"said_by", "sample_index", b"sample_index", "sampler", b"sampler", "sampling_logprobs", b"sampling_logprobs", "seed", b"seed", "segments", b"segments", "source", b"source", "temperature", b"temperature", "top_p", b"top_p", "trajectory_id", b"trajectory_id", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

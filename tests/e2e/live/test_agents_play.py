@@ -23,9 +23,27 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(200), p
 
 # It knows the package and the variables that the package reads, and nothing of the platform. It thinks twice of its
 # first question, goes on from its second answer, asks something beside, and forgets all but its question at last.
+# Of each problem the first six runs fail behind a call, so that one episode or two of its first group are lost.
 SCRIPT = """
-import json, openai
+import hashlib, json, os, sys, urllib.request
 
+def fails():
+    name = __file__ + hashlib.sha256(open("statement.txt", "rb").read()).hexdigest()
+    for number in range(6):
+        try:
+            os.close(os.open(f"{name}.{number}", os.O_CREAT | os.O_EXCL))
+            return True
+        except FileExistsError:
+            pass
+
+if fails():
+    body = {"model": "x", "messages": [{"role": "user", "content": "0"}], "max_tokens": 1}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers))
+    sys.exit("gives up")
+
+import openai
 client = openai.OpenAI(max_retries=5)
 
 def ask(said, model="gpt-5"):
@@ -93,8 +111,10 @@ def test_a_script_whose_episodes_branch_plays_a_job_and_each_token_of_its_trees_
     assert (ended.state, ended.failure) == ("succeeded", None), (tmp_path / "runner.log").read_text()[-3000:]
     kept = client.trajectories(job.id, limit=50)
     assert len(kept) >= 8
-    # Whole groups, each sample once; those that were being played when the last step was done are nobody's any more.
-    assert set(Counter(each.group_id for each in kept).values()) == {4}
+    # Whole groups but for what was lost, each sample once; what was played as the last step was done is nobody's.
+    groups = Counter(each.group_id for each in kept)
+    assert set(groups.values()) <= {2, 3, 4}
+    assert min(groups.values()) < 4
     assert len({each.trajectory_id for each in kept}) == len(kept)
     # What the sessions' trees have as sampled and not thrown away was trained on, each token once, and nothing else.
     wholes = {each.trajectory_id: client.trajectory(job.id, each.trajectory_id) for each in kept}
@@ -113,6 +133,13 @@ def test_a_script_whose_episodes_branch_plays_a_job_and_each_token_of_its_trees_
         assert len(whole.sampling_logprobs) == len(whole.response_token_ids)
     learnt = client.metrics(job.id)
     assert learnt.steps == [1, 2, 3]
+    lacking: set[str] = set()
     for step, tokens in zip(learnt.steps, learnt.series["tokens"], strict=True):
         drawn = [wholes[each] for each in client.batch(job.id, step).trajectory_ids]
+        # Two groups, each with all that it has.
+        of_batch = Counter(whole.group_id for whole in drawn)
+        assert of_batch == {group: groups[group] for group in of_batch}
+        assert len(of_batch) == 2
+        lacking |= {group for group, count in of_batch.items() if count < 4}
         assert tokens == sum(part.tokens for whole in drawn for part in whole.segments if part.kind == "action")
+    assert lacking, "a group of which episodes are lost is trained on"

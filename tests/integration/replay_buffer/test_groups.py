@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import redis
@@ -13,14 +14,25 @@ from services.replay_buffer.service import ReplayService
 from services.replay_buffer.settings import Settings
 from services.replay_buffer.store import ReplayStore
 from services.replay_buffer.windows import LiveCounts
+from services.trainer.batches import ReplayClient
 from spo import redis_keys
 from spo.errors import InvalidInput, NotReady
+from spo.rpc.client import RpcClient
+from spo.rpc.server import RpcServer
 from spo.testing.runs import RUN, start_run, trajectory
 from spo.v1.prompt_pb2 import SOURCE_HUMAN, SOURCE_ONLINE
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, SampleBatchRequest
+from spo.v1.replay_service_pb2_grpc import ReplayServiceStub, add_ReplayServiceServicer_to_server
 from spo.v1.trajectory_pb2 import Trajectory
 
 GROUP = 4
+# By agents.
+PLAYED: dict[str, Any] = {
+    "tasks": {"train_problems": 6, "evaluation_problems": 0, "harness": {"name": "guess"}},
+    "value": None,
+    "algorithm": {"losses": [{"objective": "group_centred_squared"}]},
+    "offline": {"human_solutions": False, "keep_reference_samples": False},
+}
 MIX = [{"source": "online", "share": 0.75}, {"source": "human", "share": 0.25}]
 
 
@@ -108,10 +120,47 @@ def test_an_online_trajectory_without_a_group_is_refused(store: ReplayStore) -> 
         store.append(RUN, [loose])
 
 
-def only_online(client: redis.Redis, **part: bool) -> BatchSampler:
+def test_a_group_of_which_samples_are_lost_is_drawn_by_the_trainer_with_those_that_are_left(
+    redis_client: redis.Redis,
+) -> None:
+    sampler = only_online(redis_client, played=True)
+    trajectories = online(range(16))
+    # Of group 1 two are lost, of group 2 one, of group 3 all but one: that has nothing to be compared with.
+    kept = [*trajectories[:4], *trajectories[4:6], *trajectories[8:11], trajectories[12], *online(range(16, 20))]
+    for each in kept:
+        left = sum(other.group_id == each.group_id for other in kept)
+        each.group_samples = 0 if left == GROUP else left
+    # An episode that was begun anew is of its group.
+    kept[5].attempt = 2
+    sampler.store.append(RUN, kept)
+
+    spec = sampler.store.spec(RUN)
+    server = RpcServer("127.0.0.1", 0)
+    add_ReplayServiceServicer_to_server(ReplayService(sampler), server.server)
+    server.start()
+    try:
+        for outlines in (False, True):
+            client = RpcClient("replay-buffer", server.address, ReplayServiceStub)
+            rows = ReplayClient(client, RUN, spec, outlines=outlines).sample(0, 0, 1.0, None)
+            drawn = Counter(row.trajectory.group_id for row in rows)
+            assert drawn == {"group-0": 4, "group-1": 2, "group-2": 3, "group-4": 4}
+            client.close()
+    finally:
+        server.stop(1)
+
+
+def only_online(client: redis.Redis, *, played: bool = False, **part: bool) -> BatchSampler:
+    """played: by agents."""
+    harness = PLAYED if played else {}
     replay = {"unit": "group", "min_online": 0, "online_capacity": 16, "samples_per_insert": 1000}
     mix = [{"source": "online", "share": 1, **part}]
-    start_run(client, trainer={"batch_size": 16}, rollout={"samples_per_prompt": GROUP}, replay=replay | {"mix": mix})
+    start_run(
+        client,
+        trainer={"batch_size": 16},
+        rollout={"samples_per_prompt": GROUP},
+        replay=replay | {"mix": mix},
+        **harness,
+    )
     client.set(redis_keys.run_state(RUN), "running")
     return BatchSampler(ReplayStore(client))
 

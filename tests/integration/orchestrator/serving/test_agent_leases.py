@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED, OUTCOME_UNSPECIFIED
 from tests.integration.orchestrator.serving.conftest import KEY, Counter
 from tests.integration.orchestrator.serving.test_agent_sessions import written
+from tests.integration.orchestrator.serving.test_agent_trees import trained_in
 
 HARNESS: dict[str, Any] = {"name": "guess", "max_calls": 5}
 PLAYED: dict[str, Any] = {
@@ -395,6 +397,64 @@ def test_an_episode_of_several_branches_is_one_trajectory_that_trains_each_sampl
     check_judged(played.job_id, played.context.jobs.spec(played.job_id), whole)
 
 
+def test_sub_agents_that_call_at_once_are_branches_of_one_episode_and_each_sampled_token_is_trained_once(
+    counter: Counter,
+) -> None:
+    played, double = Played(counter, max_calls=9), counter.peers.inference
+    one, two = played.lease(most=2)
+    numbers, both = iter(range(100, 10_000)), threading.Barrier(2)
+    # Each sampled token is another, and each call of a sub-agent is under way with one of the other.
+    double.ids_of = lambda number: [next(numbers)]
+
+    def sampled_for(request: ServeRequest) -> str:
+        if "help" in request.messages_json:
+            both.wait(60)
+        return "one two three"
+
+    double.says = sampled_for
+
+    def plays(said: list[dict[str, Any]], *observed: str) -> list[dict[str, Any]]:
+        for text in observed:
+            found = played.say(one, said)
+            assert found.status_code == 200, found.text
+            said = [*said, found.json()["choices"][0]["message"], {"role": "user", "content": text}]
+        return said
+
+    said = plays([{"role": "user", "content": "plan"}], "delegated")
+    with ThreadPoolExecutor(2) as threads:
+        for each in [
+            threads.submit(plays, [{"role": "system", "content": f"help {name}"}], "more", "most", "enough")
+            for name in "ab"
+        ]:
+            each.result(60)
+    plays(said, "done")
+    assert played.end(one, reward=0.5).status_code == 200
+    played.call(two, "x")
+    assert played.end(two, reward=1).status_code == 200
+
+    whole, _ = played.rollouts()
+    calls = counter.ask("GET", f"/v1/agents/sessions/{one['lease_id']}/tree").json()["calls"]
+    # Of the plan, of each sub-agent three, and of the plan the end.
+    assert len(calls) == 8
+    assert [call["parent"] for call in calls].count(None) == 3
+    assert (calls[-1]["parent"], calls[-1]["reason"]) == (0, "")
+    sub_agent = [1, 2, 1, 2, 1]
+    assert [part.kind for part in whole.segments] == [*sub_agent, 3, *sub_agent, 3, 1, 2, 1]
+    assert {part.label for part in whole.segments if part.kind == 3} == {"a root of its own"}
+    trained = [token for token, own in zip(whole.response_token_ids, trained_mask(whole), strict=True) if own]
+    sampled = [token for call in calls for token in call["sampled"]]
+    assert len(set(sampled)) == len(sampled) == 8 * 3
+    assert sorted(trained) == sorted(sampled), "each once, and nothing else"
+    of_call = {call["number"]: call for call in calls}
+    for before, own in trained_in(whole):
+        (call,) = (each for each in calls if each["sampled"] == own)
+        path = [call["read"]]
+        while (parent := call["parent"]) is not None:
+            call = of_call[parent]
+            path = [call["read"], call["sampled"], *path]
+        assert before == [token for part in path for token in part]
+
+
 def test_what_an_episodes_tokens_do_not_hold_is_refused_to_the_agent_and_only_there(counter: Counter) -> None:
     played = Played(counter, max_episode_tokens=300)
     (lease,) = played.lease()
@@ -503,5 +563,5 @@ def test_a_group_with_a_lost_episode_is_passed_on_with_those_that_ended(counter:
     played.call(other, "x")
     assert played.end(other, reward=0.25).status_code == 200
     (rollout,) = played.rollouts()
-    assert (rollout.sample_index, rollout.verdict.score) == (1, 0.25)
+    assert (rollout.sample_index, rollout.verdict.score, rollout.group_samples) == (1, 0.25, 1)
     assert not played.lease(most=5)
