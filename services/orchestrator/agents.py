@@ -36,6 +36,8 @@ KEEP_SECONDS = 86_400
 # The same request again within it, from a client that says it tries again, gets the same answer.
 REMEMBERED_SECONDS = 600
 MOST_BYTES = 64 << 20
+# Of one tenant, open at once, beside those of leased episodes, which their groups bound.
+MOST_OPEN = 1000
 # A call names so many of those before it, so that a path is read in a few parts, however long it is.
 MOST_ABOVE = 64
 KNOWN_FORMATS = 256
@@ -418,7 +420,27 @@ class AgentSessions:
         opened = SessionSecrets(f"{session_id}.{secrets.token_urlsafe(32)}", f"tok_{secrets.token_urlsafe(32)}")
         session = replace(session, id=session_id, key_digest=_secret(opened.key), token_digest=_secret(opened.token))
         self._write(session)
+        if not session.group_id:
+            self.jobs.client.zadd(own_keys.open_agent_sessions(session.tenant), {session.id: session.deadline_unix_ms})
         return session, opened
+
+    def require_place(self, tenant: str) -> None:
+        """Raises ResourceExhausted (code "quota_exceeded") where a tenant has as many sessions open as it may."""
+        key = own_keys.open_agent_sessions(tenant)
+        self.jobs.client.zremrangebyscore(key, 0, now_ms())
+        if self.jobs.client.zcard(key) < MOST_OPEN:
+            return
+        ids = [each.decode() for each in self.jobs.client.zrange(key, 0, -1)]
+        with self.jobs.client.pipeline(transaction=False) as reads:
+            for each in ids:
+                reads.hexists(own_keys.agent_session(each), "record")
+            there = reads.execute()
+        # Sessions of deleted jobs are gone without having been closed.
+        if gone := [each for each, is_there in zip(ids, there, strict=True) if not is_there]:
+            self.jobs.client.zrem(key, *gone)
+        if len(ids) - len(gone) >= MOST_OPEN:
+            message = f"{MOST_OPEN} sessions are open: end some by their outcome, or wait for their deadline"
+            raise ResourceExhausted(message, code="quota_exceeded")
 
     def _write(self, session: AgentSession) -> None:
         key = own_keys.agent_session(session.id)
@@ -523,6 +545,8 @@ class AgentSessions:
             if first is None or first.decode() != said:
                 raise Conflict("the episode has another outcome already", code="already_decided")
         self.jobs.client.hset(key, "closed", reason)
+        if not session.group_id:
+            self.jobs.client.zrem(own_keys.open_agent_sessions(session.tenant), session.id)
         return outcome
 
 

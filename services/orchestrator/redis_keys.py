@@ -233,6 +233,11 @@ def agent_sessions(job_id: str) -> str:
     return f"spo:{job_id}:orchestrator:agent_sessions"
 
 
+def open_agent_sessions(tenant: str) -> str:
+    """Sorted set: ids of a tenant's sessions that are open and were not leased, by when they end (unix ms)."""
+    return f"spo:orchestrator:open_agent_sessions:{tenant}"
+
+
 def agent_episodes(job_id: str) -> str:
     """Hash: group id/sample -> JSON of an episode of a group that is open. Orchestrator."""
     return f"spo:{job_id}:orchestrator:agent_episodes"

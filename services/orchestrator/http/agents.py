@@ -66,6 +66,8 @@ def open_session(
         raise refused("/temperature", f"0, or at least {LOWEST_TEMPERATURE:g}")
     target = Target(body.job, body.version)
     context.served_models.require("" if principal.is_admin else principal.tenant, target)
+    if not principal.is_admin:
+        context.agent_sessions.require_place(principal.tenant)
     made = now_ms()
     session = AgentSession(
         id="",
