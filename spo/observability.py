@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import resource
@@ -274,6 +275,28 @@ def configure_logs(service: str, level: str = "info", log_format: str = "json") 
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(service=service)
+    root = logging.getLogger()
+    root.handlers = [each for each in root.handlers if not isinstance(each, _LibraryLines)] + [_LibraryLines()]
+
+
+class _LibraryLines(logging.Handler):
+    """What libraries log, as lines of ours: who collects logs finds one form in them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)
+            exc_info = {"exc_info": record.exc_info} if record.exc_info else {}
+            get_logger("library").log(level, record.getMessage(), library=record.name, **exc_info)
+        except Exception:  # what a library gave its logger; never an error of who called it
+            self.handleError(record)
+
+
+def take_over_logs(library: str, level: str = "WARNING") -> None:
+    """Have a library that brings a handler of its own, once it is imported, log by ours, from this level on."""
+    logger = logging.getLogger(library)
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(level)
 
 
 def get_logger(component: str) -> structlog.typing.FilteringBoundLogger:

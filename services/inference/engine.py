@@ -9,7 +9,6 @@ blocks that were computed with other weights. Sequences that run go on with the 
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,7 @@ from services.inference.weights import (
 )
 from spo.errors import InvalidInput
 from spo.model.folder import Shapes, adapter_of, tensor_shapes
-from spo.observability import memory_limit_bytes
+from spo.observability import memory_limit_bytes, take_over_logs
 
 # vLLM's CPU attention wants multiples of 32; small blocks let short prompts share their prefix.
 CPU_BLOCK_TOKENS = 32
@@ -165,9 +164,13 @@ class Engine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        for library in ("torch", "vllm"):
+            take_over_logs(library)
         self._llm = LLMEngine.from_engine_args(_engine_args(spec, settings))
-        # After the build, which sets it: vLLM would log every pause.
-        logging.getLogger("vllm").setLevel(logging.WARNING)
+        # After the build, which sets it: vLLM would log every pause, and at every load that a module without weights
+        # got none.
+        take_over_logs("vllm")
+        take_over_logs("vllm.model_executor.model_loader.reload", "ERROR")
         self._recomputes = settings.in_flight == "keep"
         self._loads = 0
         self._served: set[str] = set()

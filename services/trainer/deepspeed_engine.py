@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import logging
 import math
 import os
 import warnings
@@ -51,7 +50,7 @@ from spo.errors import IntegrityError, InvalidInput, PreconditionFailed
 from spo.model.folder import TENSORS_FILE, open_tensors, tensor_shapes
 from spo.model.folder_names import FolderNames, saved_buffers, tensors_of, whole_shape
 from spo.model.logprobs import LocalAttention, adapter_name, checkpoint_activations, is_large, is_packed
-from spo.observability import is_out_of_memory
+from spo.observability import is_out_of_memory, take_over_logs
 from spo.spec.job_spec import TrainerSpec
 
 # With threads transformers reads ahead, and what is converted to another dtype is in memory whole.
@@ -336,7 +335,8 @@ def prepare_deepspeed(state_path: Path) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     # DeepSpeed 0.19 calls what torch 2.13 deprecates, at every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    for library in ("torch", "DeepSpeed"):
+        take_over_logs(library)
     deepspeed.init_distributed(auto_mpi_discovery=False)
 
 
