@@ -241,14 +241,20 @@ def table(steps: list[tuple[str, float, str]]) -> str:
 
 
 @contextlib.contextmanager
-def noted(what: str, job: WatchedJob | None = None) -> Iterator[None]:
-    """Note what a step took, and between which steps of which job it was; it begins with a job at work."""
+def noted(what: str, job: WatchedJob | None = None) -> Iterator[list[str]]:
+    """Note what a step took, between which steps of which job it was, and what is put into the list.
+
+    It begins with a job at work.
+    """
     if job:
         job.at_work()
-    began, before = time.monotonic(), job.place() if job else ""
+    began, before, seen = time.monotonic(), job.place() if job else "", list[str]()
     say(what)
-    yield
-    TABLE.append((what, time.monotonic() - began, f"{before} to {job.place()}" if job else ""))
+    yield seen
+    if job:
+        seen.append(f"{before} to {job.place().removeprefix(before.partition(' step')[0] + ' ')}")
+    TABLE.append((what, time.monotonic() - began, "; ".join(seen)))
+    say("; ".join(seen))
 
 
 def wait_until(reached: Callable[[], bool], what: str, seconds: float) -> float:
@@ -466,6 +472,26 @@ def played(platform: Platform, folder: str) -> str:
     return f"{len(sessions)} sessions of the runner {runner[:12]}"
 
 
+def logged(platform: Platform, job_id: str) -> str:
+    """Of the containers' logs: lines, those that are no JSON object, and who names the job. Exits when too few do."""
+    lines, foreign, naming = 0, 0, set()
+    for service in (*KILLED, "inference"):
+        said = subprocess.run(
+            ["docker", "logs", platform.container(service)], capture_output=True, text=True, check=True, timeout=300
+        )
+        for line in [] if service == "redis" else filter(str.strip, (said.stdout + said.stderr).splitlines()):
+            lines += 1
+            try:
+                if job_id in (json.loads(line).get("run"), json.loads(line).get("job")):
+                    naming.add(service)
+            except (ValueError, AttributeError):
+                foreign += 1
+                say(f"{service} says outside of JSON: {line[:160]}")
+    if not {"orchestrator", "inference", "trainer"} <= naming:
+        raise SystemExit(f"the job {job_id} is named in the logs of {sorted(naming)} alone")
+    return f"{lines} lines, {foreign} of them no JSON; the job is named by {', '.join(sorted(naming))}"
+
+
 def upgraded(platform: Platform) -> None:
     """From the images of OLD_VERSION to those that the compose file names, volumes kept."""
     for each in ("LIGHT", "JUDGE", "CPU", "RUNNER"):
@@ -494,8 +520,8 @@ def disturbed(platform: Platform, job: WatchedJob) -> None:
         with noted(f"SIGKILL to {service} until it is healthy and the job goes on", job):
             killed_and_back(platform, job, platform.container(service))
             job.goes_on()
-    with noted("a second project on the engine", job):
-        say(neighbour(platform))
+    with noted("a second project on the engine", job) as seen:
+        seen.append(neighbour(platform))
         job.goes_on()
     if os.environ.get("OLD_VERSION"):
         with noted(f"all services from {os.environ['OLD_VERSION']} to the new images, volumes kept", job):
@@ -507,16 +533,18 @@ def main(url: str, key_file: str, steps: str, *compose: str) -> None:
     """The whole passage; any deviation ends it with an error, after the table of what was done."""
     platform = Platform(url, Path(key_file).read_text(), list(compose))
     try:
-        with noted("a stranger on the network asks every service"):
+        with noted("a stranger on the network asks every service") as seen:
             said = strangers_answers(platform)
-        say(json.dumps(said))
+            seen.append(", ".join(f"{service}: {answer}" for service, answer in said.items()))
         with noted("pi0 of the toy contest"):
             folder = pi0(platform)
         job = WatchedJob(platform, folder, int(steps))
         disturbed(platform, job)
         job.finish()
-        with noted("a job of which a runner in a container plays the episodes"):
-            say(played(platform, folder))
+        with noted("the containers' logs") as seen:
+            seen.append(logged(platform, job.id))
+        with noted("a job of which a runner in a container plays the episodes") as seen:
+            seen.append(played(platform, folder))
     finally:
         print(table(TABLE), flush=True)
 
