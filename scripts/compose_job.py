@@ -254,7 +254,8 @@ def noted(what: str, job: WatchedJob | None = None) -> Iterator[list[str]]:
     if job:
         seen.append(f"{before} to {job.place().removeprefix(before.partition(' step')[0] + ' ')}")
     TABLE.append((what, time.monotonic() - began, "; ".join(seen)))
-    say("; ".join(seen))
+    if seen:
+        say("; ".join(seen))
 
 
 def wait_until(reached: Callable[[], bool], what: str, seconds: float) -> float:
@@ -452,7 +453,7 @@ def played(platform: Platform, folder: str) -> str:
         spec[section] = {**spec[section], **fields} if fields else fields
     asked = {"name": "runner", "tenant": "default", "scopes": ["agents:run"]}
     key = Path(os.environ.get("SPO_SECRETS_PATH") or "deploy/secrets", "spo_agent_runner_api_key")
-    key.write_text(platform.ask("/v1/keys", asked)["key"])
+    key.write_text(platform.ask("/v1/keys", asked)["token"])
     key.chmod(0o644)
     commands = {"solver": f"python -c {shlex.quote(AGENT)}"}
     platform.variables["SPO_AGENT_RUNNER_HARNESSES"] = json.dumps(commands)

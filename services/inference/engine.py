@@ -164,12 +164,12 @@ class Engine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        # vLLM sets its logs up when it is imported and, unless told not to, once more for each engine.
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
         for library in ("torch", "vllm"):
             take_over_logs(library)
         self._llm = LLMEngine.from_engine_args(_engine_args(spec, settings))
-        # After the build, which sets it: vLLM would log every pause, and at every load that a module without weights
-        # got none.
-        take_over_logs("vllm")
+        # It would log at every load that a module without weights got none.
         take_over_logs("vllm.model_executor.model_loader.reload", "ERROR")
         self._recomputes = settings.in_flight == "keep"
         self._loads = 0
@@ -386,6 +386,7 @@ def _engine_args(spec: EngineSpec, settings: Settings) -> EngineArgs:
         logprobs_mode="processed_logprobs",
         trust_remote_code=False,
         load_format="safetensors",
+        use_tqdm_on_load=False,
         # vLLM samples after each part of a prompt and sets the generator back; CPU generators cannot be set back.
         enable_chunked_prefill=False if on_cpu else None,
         max_num_batched_tokens=max(CPU_PREFILL_TOKENS, spec.max_tokens) if on_cpu else None,
