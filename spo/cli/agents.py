@@ -158,6 +158,8 @@ class EpisodeRunner:
     late_seconds = 0.0
     # Why no episode can be leased now; "" while the platform answers.
     obstacle = ""
+    # Whether playing an episode finds its reward, without a score.
+    rewards = False
 
     def __init__(
         self,
@@ -255,7 +257,7 @@ class EpisodeRunner:
 
     def _can_end(self, lease: EpisodeLease) -> bool:
         """Whether the episode's end can be told: where a job wants the runner's reward, none without one is taken."""
-        if self.score is not None or lease.reward == "verifier":
+        if self.rewards or self.score is not None or lease.reward == "verifier":
             return True
         words = f"episodes of {lease.harness} are given back: their job wants the runner's reward"
         self._fault = InvalidInput(f"{words}, and this runner has no score; start it with --score", code="no_score")
@@ -408,6 +410,7 @@ class HarborRunner(EpisodeRunner):
     """
 
     late_seconds = SCORE_SECONDS
+    rewards = True
 
     def __init__(self, client: Client, pool: str, agents: Mapping[str, str], folder: Path, most: int = 1) -> None:
         if shutil.which("harbor") is None:

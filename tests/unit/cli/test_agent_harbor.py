@@ -10,7 +10,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -129,6 +131,17 @@ def test_harbor_is_told_the_task_the_agent_and_the_session_and_no_secret_of_the_
     assert environment["HARBOR_TELEMETRY"] == "0"
     assert "canary" not in json.dumps(told)
     assert "tok_secret" not in json.dumps(told)
+
+
+def test_an_episode_of_a_job_that_wants_the_runners_reward_is_ended_with_that_of_harbors_verifier(task: Path) -> None:
+    (task / "result.json").write_text(json.dumps(result({"reward": 0.5})))
+    told: list[Mapping[str, object]] = []
+    calls = SimpleNamespace(end=lambda lease_id, outcome: told.append(outcome))
+    playing = runner(task.parent)
+    playing.client = cast("Client", SimpleNamespace(agents=calls))
+    playing.play(lease().model_copy(update={"reward": "runner"}), threading.Event())
+    (outcome,) = told
+    assert (outcome["status"], outcome["reward"]) == ("finished", 0.5)
 
 
 def test_a_trial_that_is_to_end_is_interrupted_so_that_it_removes_what_it_started(task: Path, tmp_path: Path) -> None:
