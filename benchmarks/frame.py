@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,6 +32,21 @@ from rich.table import Table
 DEFAULT_ROUNDS = 5
 
 Measure = Callable[[], float]
+
+
+def _alone() -> int | None:
+    """With --json: where the object goes, and nothing else does.
+
+    Libraries print when they are imported, which is after this module, and in processes of their own.
+    """
+    if "--json" not in sys.argv[1:] or Path(sys.argv[0]).resolve().parent != Path(__file__).resolve().parent:
+        return None
+    own = os.dup(1)
+    os.dup2(2, 1)
+    return own
+
+
+_OBJECT = _alone()
 
 
 @dataclass(frozen=True)
@@ -178,7 +195,8 @@ def run(
     with contextlib.redirect_stdout(sys.stderr) if wanted.json else contextlib.nullcontext():
         rows = measure()
     if wanted.json:
-        print(as_json(benchmark, rows))
+        with open(_OBJECT, "w", closefd=False) if _OBJECT is not None else contextlib.nullcontext(sys.stdout) as own:
+            print(as_json(benchmark, rows), file=own)
     else:
         Console().print(as_table(benchmark, rows))
     return 0

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.__main__ import names, run_all
 from benchmarks.frame import CpuClock, Row, compare, run, within
 
+ROOT = Path(__file__).parents[3]
 KEYS = {"name", "value", "unit", "yardstick", "yardstick_value", "ratio", "goal", "holds"}
 
 
@@ -91,3 +92,13 @@ def test_all_benchmarks_run_and_a_broken_one_is_counted(tmp_path: Path) -> None:
 def test_the_frame_is_not_taken_for_a_benchmark() -> None:
     assert "frame" not in names()
     assert "inference" in names()
+
+
+def test_with_json_what_libraries_print_while_they_are_imported_or_in_processes_of_their_own_is_no_output() -> None:
+    program = (
+        f"import os, sys; sys.argv = [{str(ROOT / 'benchmarks' / 'x.py')!r}, '--json']; import benchmarks.frame as frame;"
+        "print('imported'); os.system('echo of a child'); sys.exit(frame.run('x', lambda: [], ['--json']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert json.loads(done.stdout)["benchmark"] == "x"
+    assert "of a child" in done.stderr
