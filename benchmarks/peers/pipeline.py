@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from services.orchestrator.jobs import JobStore
+from services.replay_buffer.store import ReplayStore
 from spo import redis_keys
 from spo.local.launcher import server_command
 from spo.messaging.redis_client import RedisClient, connect
@@ -29,16 +30,23 @@ from spo.spec.section import JobState
 from spo.testing.peers import wait_until
 from spo.v1.replay_service_pb2 import GetReplayStatusRequest, GetReplayStatusResponse
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, add_ReplayServiceServicer_to_server
+from spo.v1.trajectory_pb2 import RolloutGroup
+from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED
 
 WAIT_SECONDS = 300.0
+REFERENCE = "f" * 64
 
 
 class PipelineEnds(ReplayServiceServicer):
-    """The judges and the replay buffer: takes what replicas forward; `room` says how many groups it wants by now."""
+    """The judges and the replay buffer: takes what replicas forward; `room` says how many groups it wants by now.
 
-    def __init__(self, samples: int, room: Callable[[], float]) -> None:
+    keeps: judged trajectories go into the replay buffer's store, with reference log-probs, else to nowhere.
+    """
+
+    def __init__(self, samples: int, room: Callable[[], float], *, keeps: bool = False) -> None:
         self.samples = samples
         self.room = room
+        self.keeps = keeps
         self.finished = 0
 
     def GetReplayStatus(self, request: GetReplayStatusRequest, context: Any) -> GetReplayStatusResponse:  # noqa: N802
@@ -73,11 +81,18 @@ class PipelineEnds(ReplayServiceServicer):
                 consumer.forward(entry, redis_keys.verdicts(), entry.payload)
 
     def _ingest(self, client: RedisClient, stop: threading.Event) -> None:
-        """Verdicts to nowhere, counted."""
+        """Verdicts into the store, or to nowhere, counted."""
         consumer = Consumer(client, redis_keys.verdicts(), redis_keys.INGEST_GROUP, "ingest")
+        store = ReplayStore(client)
         while not stop.is_set():
             entries = consumer.read(256)
             if entries:
+                for entry in entries if self.keeps else []:
+                    found = RolloutGroup.FromString(entry.payload).trajectories
+                    for each in found:
+                        each.verdict.outcome, each.reward, each.reference_hash = OUTCOME_ACCEPTED, 0.0, REFERENCE
+                        each.reference_logprobs[:] = each.sampling_logprobs
+                    store.append(found[0].run_id, found)
                 consumer.finish(entries)
                 self.finished += len(entries)
 

@@ -1,9 +1,9 @@
 """Many simulated inference replicas in one process: all of a replica but the tokens.
 
-    python -m benchmarks.peers.simulated_replicas ORCHESTRATOR REDIS_URL FIRST COUNT GROUP_SECONDS LOG
+    python -m benchmarks.peers.simulated_replicas ORCHESTRATOR REDIS_URL FIRST COUNT GROUP_SECONDS LOG TOKENS
 
 Each registers and heartbeats over its own gRPC channel, follows the weights stream, takes prompt groups from its
-consumer group, waits as long as an engine would decode, and hands on rollouts of realistic size; two connections to
+consumer group, waits as long as an engine would decode, and hands on rollouts of TOKENS tokens; two connections to
 Redis each. A line `version unix-time` goes to LOG for every version applied.
 """
 
@@ -29,24 +29,32 @@ from spo.v1.prompt_pb2 import PromptGroup
 from spo.v1.trajectory_pb2 import RolloutGroup, Trajectory
 from spo.v1.weights_pb2 import WeightAnnouncement
 
-TOKENS = 300
 BLOCK_SECONDS = 1.0
-# Drawn once: a thousand replicas shall leave the CPU to those that are measured.
-_DRAW = random.Random(0)
-_TRAJECTORIES = [
-    Trajectory(
-        response_token_ids=_DRAW.choices(range(32_000), k=TOKENS),
-        sampling_logprobs=[-_DRAW.random() for _ in range(TOKENS)],
-        response_text="x" * (3 * TOKENS),
-    )
-    for _ in range(16)
-]
+MADE = 16
+
+
+def made_trajectories(tokens: int) -> list[Trajectory]:
+    """A few, drawn once: a thousand replicas shall leave the CPU to those that are measured."""
+    draw = random.Random(0)
+    return [
+        Trajectory(
+            prompt_token_ids=[1],
+            response_token_ids=draw.choices(range(32_000), k=tokens),
+            sampling_logprobs=[-draw.random() for _ in range(tokens)],
+            response_text="x" * (3 * tokens),
+        )
+        for _ in range(MADE)
+    ]
 
 
 class SimulatedReplica:
     """One replica: a thread for prompts, one for weights and heartbeats."""
 
-    def __init__(self, number: int, orchestrator: str, redis_url: str, group_seconds: float, log: Any) -> None:
+    def __init__(
+        self, number: int, places: tuple[str, str], group_seconds: float, log: Any, made: list[Trajectory]
+    ) -> None:
+        orchestrator, redis_url = places
+        self.made = made
         self.replica_id = f"inference-simulated-{number:06d}"
         self.group_seconds = group_seconds
         self.log = log
@@ -111,7 +119,7 @@ class SimulatedReplica:
         found = RolloutGroup(request=group)
         for index in range(group.sampling.samples):
             made = found.trajectories.add()
-            made.CopyFrom(self.draw.choice(_TRAJECTORIES))
+            made.CopyFrom(self.draw.choice(self.made))
             made.trajectory_id = f"traj_{group.group_id}_{index}"
             made.group_id, made.run_id, made.prompt_id = group.group_id, group.run_id, group.prompt.prompt_id
             made.sample_index, made.source = index, group.source
@@ -120,12 +128,13 @@ class SimulatedReplica:
 
 
 def main() -> None:
-    orchestrator, redis_url, first, count, group_seconds, log = sys.argv[1:7]
+    orchestrator, redis_url, first, count, group_seconds, log, tokens = sys.argv[1:8]
+    made = made_trajectories(int(tokens))
     # Thousands of threads that mostly wait.
     threading.stack_size(512 * 1024)
     with Path(log).open("w", buffering=1) as lines:
         for number in range(int(first), int(first) + int(count)):
-            replica = SimulatedReplica(number, orchestrator, redis_url, float(group_seconds), lines)
+            replica = SimulatedReplica(number, (orchestrator, redis_url), float(group_seconds), lines, made)
             for body in (replica.follow, replica.serve):
                 threading.Thread(target=body, daemon=True).start()
         while True:
