@@ -95,8 +95,9 @@ def test_the_frame_is_not_taken_for_a_benchmark() -> None:
 
 
 def test_with_json_what_libraries_print_while_they_are_imported_or_in_processes_of_their_own_is_no_output() -> None:
+    called = [str(ROOT / "benchmarks" / "x.py"), "--json"]
     program = (
-        f"import os, sys; sys.argv = [{str(ROOT / 'benchmarks' / 'x.py')!r}, '--json']; import benchmarks.frame as frame;"
+        f"import os, sys; sys.argv = {called!r}; import benchmarks.frame as frame;"
         "print('imported'); os.system('echo of a child'); sys.exit(frame.run('x', lambda: [], ['--json']))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
