@@ -390,8 +390,6 @@ class EpisodeCompletion(ServedCompletion):
         )
         self.tree.append(stored, self.body_digest, () if parent is None else found.above)
         note_call(self.form.dialect, stored, 0 if extends else len(known))
-        if not self.chat.logprobs:
-            choice.tokens.clear()
 
     def _tries_again(self) -> bool:
         headers: Mapping[str, str] = self.request.headers

@@ -92,6 +92,8 @@ class OpenAiAnswer:
     most_calls: int = MOST_TOOLS
     # Whether every chunk has the usage so far.
     continuous_usage: bool = False
+    # Whether the caller is told the log-probs that replicas have sent.
+    shows_logprobs: bool = True
 
     def add(self, response: ServeResponse) -> None:
         """Take in what a replica has sent."""
@@ -136,7 +138,7 @@ class OpenAiAnswer:
         sampled = self.choices[part.index]
         finish = sampled.finish_reason if part.finish_reason else None
         if self.kind == "chat":
-            logprobs = _chat_logprobs(part.tokens) if part.tokens else None
+            logprobs = _chat_logprobs(part.tokens) if part.tokens and self.shows_logprobs else None
             delta: Json = {"content": part.text}
             if finish and sampled.calls:
                 delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(sampled.calls)]
@@ -181,7 +183,7 @@ class OpenAiAnswer:
             if choice.calls:
                 message |= {"content": choice.text or None, "tool_calls": choice.calls}
             said: Json = {"message": message}
-            said["logprobs"] = _chat_logprobs(choice.tokens) if choice.tokens else None
+            said["logprobs"] = _chat_logprobs(choice.tokens) if choice.tokens and self.shows_logprobs else None
         else:
             said = {"text": choice.text, "logprobs": _plain_logprobs(choice.tokens) if choice.tokens else None}
         return {"index": choice.index, **said, "finish_reason": choice.finish_reason}
@@ -402,6 +404,8 @@ class ServedCompletion:
         wanted = self.body.to_serve(target.job_id, version)
         answer = self.answer_of(target)
         answer.continuous_usage = self.body.stream_options.continuous_usage_stats
+        # A session keeps them whether or not its agent asks.
+        answer.shows_logprobs = self.body.logprobs is not None and self.body.logprobs is not False
         wanted.request_id = answer.id
         self.prepare(wanted)
         return wanted, answer

@@ -218,3 +218,13 @@ def test_what_a_job_had_of_sessions_goes_with_it_and_other_tenants_see_none(
     assert counter.ask("DELETE", f"/v1/jobs/{counter.job_id}").status_code in (200, 202, 204)
     context.deletion.sweep()
     assert not list(context.redis.scan_iter(f"*{agent.grant['id']}*"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probs_are_kept_of_each_call_and_told_to_whoever_asks(agent: Agent, stream: bool) -> None:
+    for asks in (False, True):
+        body = agent.call({"role": "user", "content": f"{asks}"}, stream=stream, logprobs=asks).text
+        assert ("-0.5" in body) is asks, body
+    sessions = agent.counter.context.agent_sessions
+    nodes = sessions.tree(sessions.get(agent.grant["id"])).nodes()
+    assert [node.logprobs for node in nodes] == [(-0.5,) * 3] * 2
