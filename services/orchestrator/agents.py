@@ -26,7 +26,8 @@ from services.orchestrator import redis_keys as own_keys
 from services.orchestrator.auth import Principal
 from services.orchestrator.commit import now_ms
 from services.orchestrator.jobs import JobStore
-from spo import observability
+from services.orchestrator.versions import announcement_of
+from spo import observability, redis_keys
 from spo.errors import Conflict, InvalidInput, NotFound, ResourceExhausted
 from spo.redis_keys import digest
 from spo.spec.section import record_of
@@ -206,6 +207,8 @@ class Continuation:
     above: tuple[int, ...] = ()
     begins: int = 0
     is_leaf: bool = True
+    # The newest weights that its job has announced, as read with it; 0: none yet.
+    version: int = 0
 
 
 def _turn_digest(state: str, turn: Turn) -> str:
@@ -278,13 +281,18 @@ class SessionTree:
         for turn in turns:
             states.append(_turn_digest(states[-1], turn))
         answered = max((place for place, turn in enumerate(turns, 1) if turn["role"] == "assistant"), default=None)
+        with self.client.pipeline(transaction=False) as reads:
+            reads.xrevrange(redis_keys.weights(self.session.job_id), count=1)
+            if answered is not None:
+                # As its history mostly comes back: what the session has answered, and more.
+                reads.eval(_PATH, 2, self.states, self.key, states[answered])
+            newest, *parts = reads.execute()
+        version = announcement_of(newest[0]).version if newest else 0
         if answered is None:
-            return Continuation(None, 0, (), states[-1])
-        # As its history mostly comes back: what the session has answered, and more.
-        path = self._up_to(states[answered])
-        if path is None:
-            return self._searched(root, turns)
-        return replace(path, turns=answered, state=states[-1])
+            return Continuation(None, 0, (), states[-1], version=version)
+        if parts[0] is None:
+            return replace(self._searched(root, turns), version=version)
+        return replace(self._up_to(parts[0]), turns=answered, state=states[-1], version=version)
 
     def _searched(self, root: str, turns: Sequence[Turn]) -> Continuation:
         """The same where the last answer came back otherwise: the last one before that is known, exactly or loosely."""
@@ -309,22 +317,19 @@ class SessionTree:
         reason = ""
         if foreign:
             reason = "edited" if known else "foreign_assistant"
-        path = None if found is None else self._up_to(ends)
-        if path is None:
+        part = None if found is None else self.client.eval(_PATH, 2, self.states, self.key, ends)
+        if part is None:
             return Continuation(None, 0, (), state, reason)
-        return replace(path, turns=matched, state=state, reason=reason)
+        return replace(self._up_to(cast("list[Any]", part)), turns=matched, state=state, reason=reason)
 
     def _state(self, number: int) -> str:
         """The digest of all messages up to an answer."""
         header = self.client.hget(self.key, str(number))
         return "" if header is None else str(json.loads(header)["state"])
 
-    def _up_to(self, state: str) -> Continuation | None:
-        """After the answer with this state: the tokens of its path, MOST_ABOVE calls a read; None: there is none."""
-        found = cast("list[Any] | None", self.client.eval(_PATH, 2, self.states, self.key, state))
-        if found is None:
-            return None
-        number, child, raw, last, *tokens = found
+    def _up_to(self, part: Sequence[Any]) -> Continuation:
+        """After an answer: the tokens of its path, of which the part is the last, in more such of MOST_ABOVE calls."""
+        number, child, raw, last, *tokens = part
         if raw is None:
             # As an older release stored it.
             path = self.path(self.node(number))

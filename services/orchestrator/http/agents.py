@@ -34,7 +34,6 @@ from services.orchestrator.http.openai import (
 from services.orchestrator.http.openai_requests import ChatMessage, ChatRequest, conversation, refused
 from services.orchestrator.job_records import tenants_of
 from services.orchestrator.serving import Target
-from services.orchestrator.versions import announced_version
 from spo import api
 from spo.errors import InvalidInput, NotFound, NotReady, ResourceExhausted
 from spo.spec.section import LOWEST_TEMPERATURE, JobState
@@ -323,16 +322,14 @@ class EpisodeCompletion(ServedCompletion):
 
     def target(self) -> tuple[Target, int]:
         """The session's job, whose newest version is asked for unless the session has one of its own."""
-        version = self.session.version
-        if version is None:
-            announced = announced_version(self.context.jobs, self.session.job_id)
-            version = announced.version if announced else 0
-        return Target(self.session.job_id, self.session.version), version
+        shown = [] if self.chat.tool_choice == "none" else [tool.document for tool in self.chat.tools]
+        # Read together: what the call goes on from, and the newest version.
+        self.continued = self.tree.find(self.turns, shown)
+        own = self.session.version
+        return Target(self.session.job_id, own), self.continued.version if own is None else own
 
     def prepare(self, wanted: ServeRequest) -> None:
-        """Find the tokens that the messages go on from; how it is sampled is the session's, not its agent's."""
-        tools = [tool.document for tool in self.chat.tools] if wanted.tools_json else []
-        self.continued = self.tree.find(self.turns, tools)
+        """The tokens that the messages go on from; how it is sampled is the session's, not its agent's."""
         session = self.session
         wanted.temperature, wanted.top_p = session.temperature, session.top_p
         wanted.frequency_penalty = wanted.presence_penalty = 0.0
@@ -396,7 +393,7 @@ class EpisodeCompletion(ServedCompletion):
         return headers.get("x-stainless-retry-count", "0") != "0" or "idempotency-key" in headers
 
     def _again(self, node: CallNode) -> Response:
-        answer = self.answer_of(self.target()[0])
+        answer = self.answer_of(Target(self.session.job_id, self.session.version))
         answer.prompt_token_ids = (0,) * node.prompt_tokens
         (choice,) = answer.choices
         choice.texts, choice.token_ids = [node.text], list(node.sampled)

@@ -7,8 +7,9 @@ from __future__ import annotations
 import gc
 import json
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -125,12 +126,13 @@ def test_a_call_that_a_full_session_cannot_hold_leaves_nothing_of_it(
 def test_calls_of_a_session_go_to_the_replica_that_had_those_before_while_it_is_not_crowded(counter: Counter) -> None:
     with ExitStack() as stack:
         replicas = [counter.peers, *(stack.enter_context(ServiceDoubles()) for _ in range(2))]
-        homes = {served_by(counter, replicas, Agent(counter)) for _ in range(6)}
+        leaving: list[int] = []
+        stack.enter_context(beating(counter, replicas, leaving))
+        homes = {served_by(replicas, Agent(counter)) for _ in range(6)}
         assert len(homes) > 1, "sessions are spread over the replicas"
 
         agent = Agent(counter)
-        home = served_by(counter, replicas, agent)
-        beat(counter, replicas)
+        home = served_by(replicas, agent)
         held = threading.Event()
         for replica in replicas:
             replica.inference.goes_on = held
@@ -138,39 +140,52 @@ def test_calls_of_a_session_go_to_the_replica_that_had_those_before_while_it_is_
             asked = []
             for number in range(8):
                 asked.append(threads.submit(agent.call, {"role": "user", "content": f"{number}"}))
-                wait_until(lambda number=number: sum(serving(replicas)) == number + 1, "a call is under way")
+                wait_until(lambda number=number: sum(serving(replicas)) == number + 1, "a call is under way", 300)
             # No other has as many, and none has all of them.
             assert serving(replicas)[home] == max(serving(replicas)) < 8
             held.set()
             assert [each.result().status_code for each in asked] == [200] * 8
 
-        assert served_by(counter, replicas, agent, leaving=home) != home
+        leaving.append(home)
+        wait_until(lambda: len(counter.context.serving_pool._live()) == 2, "it is known to leave")
+        assert served_by(replicas, agent) != home
 
 
-def beat(counter: Counter, replicas: list[ServiceDoubles], leaving: int | None = None) -> None:
-    for number, replica in enumerate(replicas):
-        counter.context.replicas.beat(
-            HeartbeatRequest(
-                replica_id=f"inference-{number + 1}",
-                pool="inference",
-                address=replica.address,
-                run_id=counter.job_id,
-                draining=number == leaving,
-            )
-        )
-    # What is known of replicas is read again then.
-    counter.context.serving_pool._known.read_at = float("-inf")
+@contextmanager
+def beating(counter: Counter, replicas: list[ServiceDoubles], leaving: list[int]) -> Iterator[None]:
+    """All replicas serve the job, however long that takes."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.is_set():
+            for number, replica in enumerate(replicas):
+                counter.context.replicas.beat(
+                    HeartbeatRequest(
+                        replica_id=f"inference-{number + 1}",
+                        pool="inference",
+                        address=replica.address,
+                        run_id=counter.job_id,
+                        draining=number in leaving,
+                    )
+                )
+            over.wait(0.5)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        wait_until(lambda: len(counter.context.serving_pool._live()) == len(replicas), "all replicas are known")
+        yield
+    finally:
+        over.set()
+        thread.join(60)
 
 
-def served_by(
-    counter: Counter, replicas: list[ServiceDoubles], agent: Agent, calls: int = 3, leaving: int | None = None
-) -> int:
+def served_by(replicas: list[ServiceDoubles], agent: Agent) -> int:
     """The one replica that had all of some calls."""
-    beat(counter, replicas, leaving)
     for replica in replicas:
         replica.inference.asked = ServeRequest()
     history: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
-    for _ in range(calls):
+    for _ in range(3):
         history += [agent.says(*history), {"role": "user", "content": "more"}]
     (found,) = [number for number, each in enumerate(replicas) if each.inference.asked.run_id]
     return found
