@@ -335,7 +335,7 @@ class SessionTree:
             path = self.path(self.node(number))
             tokens = [array("i", each).tobytes() for node in path[::-1] for each in (node.sampled, node.read)]
         above = tuple(array("i", raw or b""))
-        before = array("i", last or b"") if above else ()
+        before: Sequence[int] = array("i", last or b"") if above else ()
         while before:
             names = [f"{each}:{kind}" for each in before for kind in ("sampled", "read")]
             *more, last = self.client.hmget(self.key, [*names, f"{before[-1]}:above"])

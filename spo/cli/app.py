@@ -269,11 +269,20 @@ def real_demo(
 
 
 @app.command("agents-demo")
-def agents_demo(seed: Annotated[int, typer.Option(min=0, help="Seed of the job.")] = 0) -> None:
+def agents_demo(
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the job.")] = 0,
+    seeds: Annotated[
+        int,
+        typer.Option(min=0, help="So many seeds, each beside the built-in game; goes on where it was ended."),
+    ] = 0,
+) -> None:
     """A program with the package openai guesses numbers, and a policy learns from it; runs/agents-demo/report.json."""
-    from spo.demo.agents import run_agents_demo
+    from spo.demo.agents import run_agents_demo, run_agents_seeds
 
-    run_agents_demo(seed)
+    if seeds:
+        run_agents_seeds(seeds)
+    else:
+        run_agents_demo(seed)
 
 
 @app.command("demo-experience")

@@ -4,6 +4,9 @@
 
 Success is that of games against the first and the last weights, played by the same program in sessions of its own and
 never trained on; where the intervals overlap the report says that no learning is shown.
+
+With several seeds each is run twice, once played by the program and once by the environment `text_game` in the same
+words; runs that have a report are not run again.
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from spo.api.platform import JsonObject, ReadJson
 from spo.client import Client
-from spo.client.models import Job
+from spo.client.models import Job, SessionCall
 from spo.console import ExitCode, console
 from spo.demo import guess
 from spo.demo.demo import LONGEST_DEMO_SECONDS, MODEL_SECONDS, PLAIN_EVERY_SECONDS
@@ -31,11 +37,11 @@ from spo.errors import NotReady, PreconditionFailed
 from spo.local.launcher import LauncherSettings, LocalPlatform, signals_interrupt
 from spo.observability import configure_logs
 
-NAME = "agents-demo"
+NAME, SEEDS = "agents-demo", "agents-demo-seeds"
 HARNESS = "guess"
 GAMES = 64
-# Against each of two versions of the weights.
-TRIALS = 200
+# Steps of the job, and games against each of two versions of the weights.
+STEPS, TRIALS = 64, 200
 AT_ONCE = 4
 # Of the sessions that were trained on: so many are looked at for breaks.
 TRACED = 100
@@ -62,7 +68,7 @@ JOB: JsonObject = {
         "error_buffer": 64,
     },
     "trainer": {
-        "steps": 64,
+        "steps": STEPS,
         "batch_size": 64,
         "micro_batch_size": 64,
         "learning_rate": 5e-4,
@@ -71,33 +77,139 @@ JOB: JsonObject = {
         "warmup_steps": 5,
         "max_grad_norm": 1.0,
         "update_interval": 4,
-        "checkpoint_interval": 64,
+        "checkpoint_interval": STEPS,
     },
 }
+
+
+# The program's game in its own words; the policy is shown the statement and nothing else before its first guess.
+ENVIRONMENT: JsonObject = {
+    "name": "text_game",
+    "max_turns": guess.GUESSES,
+    "arguments": {
+        **{"low": 1, "high": 8, "guesses": guess.GUESSES, "rules": ""},
+        **{"higher": guess.HIGHER, "lower": guess.LOWER, "no_number": guess.HIGHER},
+    },
+}
+
+
+@dataclass(frozen=True)
+class AgentsRun:
+    """One job of the demo, and what plays it. trials: games against each of two versions of the weights."""
+
+    seed: int = 0
+    steps: int = STEPS
+    trials: int = TRIALS
+    played_by: Literal["program", "environment"] = "program"
+
+    def done(self, folder: Path) -> JsonObject:
+        """Run it on a platform of its own and write report.json into the folder. Raises SpoError."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        began = time.monotonic()
+        with LocalPlatform(NAME, folder / "state", LauncherSettings()) as platform:
+            build_model(folder / "pi0")
+            platform.wait_until_ready()
+            with Client(platform.http_url, retry_seconds=60) as client:
+                job = client.submit(job_document(folder, self))
+                with runner(platform.http_url, folder) if self.played_by == "program" else contextlib.nullcontext():
+                    job = follow(client, job)
+                report = self.report(client, job) | {"seconds": round(time.monotonic() - began)}
+            report["cpu_seconds"] = round(sum(platform.cpu_seconds().values()))
+        (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+        return report
+
+    def stored(self, folder: Path) -> JsonObject | None:
+        """The report of this run, where it has been done before."""
+        file = folder / "report.json"
+        report: JsonObject = json.loads(file.read_text()) if file.exists() else {}
+        return report if report.get("run") == vars(self) and report["state"] == "succeeded" else None
+
+    def report(self, client: Client, job: Job) -> JsonObject:
+        """What was learnt, and how exactly: breaks and trained tokens of the sessions that were trained on."""
+        kept = client.trajectories(job.id, limit=100_000)
+        calls: list[list[SessionCall]] = []
+        for session in client.agents.all(job.id):
+            if session.closed == "finished" and session.problem_id and len(calls) < TRACED:
+                calls.append(client.agents.tree(session.id).calls)
+        # Their sessions are the newest ones.
+        newest = max(version.version for version in client.weights(job.id))
+        before, after = (trial(client, job.id, version, self.trials) for version in (0, newest))
+        return {
+            "run": vars(self),
+            "job_id": job.id,
+            "state": job.state,
+            "episodes": len(kept),
+            "before": before,
+            "after": after,
+            "learning_is_shown": after["interval"][0] > before["interval"][1],
+            "calls_looked_at": sum(map(len, calls)),
+            "breaks": sum(bool(call.reason) for tree in calls for call in tree),
+            "trained_of_sampled": trained(client, job, calls),
+        }
 
 
 def run_agents_demo(seed: int = 0) -> None:
     """Run the demo in the foreground; exits with a status that says whether the job succeeded. Raises SpoError."""
     configure_logs("launcher", level="error", log_format="console")
     require_package()
-    settings = LauncherSettings()
-    folder = (settings.runs_path / NAME).absolute()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    began = time.monotonic()
-    with signals_interrupt(), LocalPlatform(NAME, folder / "state", settings) as platform:
-        build_model(folder / "pi0")
-        platform.wait_until_ready()
-        with Client(platform.http_url, retry_seconds=60) as client:
-            job = client.submit(job_document(folder, seed))
-            with runner(platform.http_url, folder):
-                job = follow(client, job)
-            report = report_of(client, job) | {"seconds": round(time.monotonic() - began)}
-        report["cpu_seconds"] = round(sum(platform.cpu_seconds().values()))
-    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    with signals_interrupt():
+        report = AgentsRun(seed).done((LauncherSettings().runs_path / NAME).absolute())
     console.print(summary(report), markup=False, highlight=False, soft_wrap=True)
-    if job.state != "succeeded":
+    if report["state"] != "succeeded":
         raise SystemExit(ExitCode.JOB_DID_NOT_SUCCEED)
+
+
+def run_agents_seeds(seeds: int, steps: int = STEPS, trials: int = TRIALS) -> None:
+    """Run each seed twice, played by the program and by the environment, where there is no report of it yet.
+
+    Raises SpoError.
+    """
+    configure_logs("launcher", level="error", log_format="console")
+    require_package()
+    folder = (LauncherSettings().runs_path / SEEDS).absolute()
+    reports: dict[str, list[JsonObject]] = {"program": [], "environment": []}
+    for seed in range(seeds):
+        for side, done in reports.items():
+            run = AgentsRun(seed, steps, trials, "program" if side == "program" else "environment")
+            own = folder / f"{side}-{seed}"
+            with signals_interrupt():
+                report = run.stored(own) or run.done(own)
+            console.print(f"{side}, seed {seed}: {summary(report)}", markup=False, highlight=False, soft_wrap=True)
+            done.append(report)
+    document = {side: together(done) for side, done in reports.items()}
+    (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n")
+    console.print_json(data=document)
+
+
+def together(reports: Sequence[JsonObject]) -> JsonObject:
+    """The games of all seeds, with their intervals; those of one seed are not independent of each other."""
+    sides: JsonObject = {}
+    for name in ("before", "after"):
+        games = sum(report[name]["games"] for report in reports)
+        wins = round(sum(report[name]["won"] * report[name]["games"] for report in reports))
+        by_seed = [report[name]["won"] for report in reports]
+        sides[name] = {"games": games, "won": wins / games, "interval": wilson(wins, games), "by_seed": by_seed}
+    return sides | {"episodes": [report["episodes"] for report in reports]}
+
+
+def trained(client: Client, job: Job, trees: Sequence[Sequence[SessionCall]]) -> float | None:
+    """Of what the sessions have sampled, the share that stands in the job's trajectories; None where it had none."""
+    sampled: Counter[tuple[int, ...]] = Counter(
+        tuple(token for call in tree for token in call.sampled) for tree in trees if tree
+    )
+    if not sampled:
+        return None
+    for kept in client.trajectories(job.id, limit=100_000):
+        whole = client.trajectory(job.id, kept.trajectory_id)
+        at = 0
+        actions: list[int] = []
+        for part in whole.segments:
+            actions += whole.response_token_ids[at : at + part.tokens] if part.kind == "action" else []
+            at += part.tokens
+        sampled[tuple(actions if whole.segments else whole.response_token_ids)] -= 1
+    missing = sum(len(tokens) * count for tokens, count in sampled.items() if count > 0)
+    return 1 - missing / sum(len(call.sampled) for tree in trees for call in tree)
 
 
 def require_package() -> None:
@@ -118,13 +230,20 @@ def build_model(folder: Path) -> None:
         raise NotReady(f"pi0 was not made: {made.stderr[-2000:]}")
 
 
-def job_document(folder: Path, seed: int) -> JsonObject:
+def job_document(folder: Path, run: AgentsRun) -> JsonObject:
     """The job, with its games and its model where they are."""
-    games = [f"game {game} of {seed}: {1 + game % 8}" for game in range(GAMES)]
+    games = [f"game {game} of {run.seed}: {1 + game % 8}" for game in range(GAMES)]
+    tasks: JsonObject = {**JOB["tasks"], "path": str(folder / "games.jsonl")}
+    if run.played_by == "environment":
+        # It draws the number itself, for each episode.
+        games = [guess.ASKED]
+        del tasks["harness"]
+        tasks["environment"] = ENVIRONMENT
     rows = [{"statement": each, "answer": {"expected": [each.split()[-1]]}} for each in games]
     (folder / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = {**JOB["model"], "path": str(folder / "pi0")}
-    return {**JOB, "seed": seed, "model": model, "tasks": {**JOB["tasks"], "path": str(folder / "games.jsonl")}}
+    trainer = {**JOB["trainer"], "steps": run.steps, "checkpoint_interval": run.steps}
+    return {**JOB, "seed": run.seed, "model": model, "tasks": tasks, "trainer": trainer}
 
 
 @contextlib.contextmanager
@@ -165,28 +284,7 @@ def follow(client: Client, job: Job) -> Job:
     return client.wait(job.id, LONGEST_DEMO_SECONDS, tell)
 
 
-def report_of(client: Client, job: Job) -> JsonObject:
-    """What was learnt, and how exactly: breaks and trained tokens of the sessions that were trained on."""
-    kept = client.trajectories(job.id, limit=100_000)
-    played = [session for session in client.agents.all(job.id) if session.closed == "finished" and session.problem_id]
-    trees = [client.agents.tree(session.id).calls for session in played[:TRACED]]
-    calls = [call for tree in trees for call in tree]
-    # Their sessions are the newest ones.
-    newest = max(version.version for version in client.weights(job.id))
-    before, after = (trial(client, job.id, version) for version in (0, newest))
-    return {
-        "job_id": job.id,
-        "state": job.state,
-        "episodes": len(kept),
-        "before": before,
-        "after": after,
-        "learning_is_shown": after["interval"][0] > before["interval"][1],
-        "calls_looked_at": len(calls),
-        "breaks": sum(bool(call.reason) for call in calls),
-    }
-
-
-def trial(client: Client, job_id: str, version: int) -> JsonObject:
+def trial(client: Client, job_id: str, version: int, games: int) -> JsonObject:
     """Games against one version of the weights, each number as often, with a Wilson interval of 95 %."""
     import openai
 
@@ -199,8 +297,8 @@ def trial(client: Client, job_id: str, version: int) -> JsonObject:
         return right
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        wins = sum(threads.map(won, range(TRIALS)))
-    return {"version": version, "games": TRIALS, "won": wins / TRIALS, "interval": wilson(wins, TRIALS)}
+        wins = sum(threads.map(won, range(games)))
+    return {"version": version, "games": games, "won": wins / games, "interval": wilson(wins, games)}
 
 
 def wilson(wins: int, games: int) -> list[float]:

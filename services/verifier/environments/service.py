@@ -465,6 +465,10 @@ def _public_tests(setup: Setup) -> str:
     return digest
 
 
+# What is said, where a job has words of its own for it.
+_TEXTS = ("rules", "higher", "lower", "no_number")
+
+
 class TextGame:
     """Guess a number between `low` and `high` in at most `guesses` actions, whose last number is the guess."""
 
@@ -472,8 +476,8 @@ class TextGame:
         """The rules; the seed decides the number."""
         low, high, guesses = _rules(setup)
         number = random.Random(seed).randint(low, high)
-        text = f"Guess a whole number from {low} to {high}. You have {guesses} guesses."
-        return Reply(text, {"number": number, "used": 0}, verdict=_lost("no guess was right"))
+        rules = setup.text("rules", f"Guess a whole number from {low} to {high}. You have {guesses} guesses.")
+        return Reply(rules, {"number": number, "used": 0}, verdict=_lost("no guess was right"))
 
     def step(self, setup: Setup, state: State, action: str) -> Reply:
         """Whether the number is higher or lower, or the end."""
@@ -491,14 +495,18 @@ class TextGame:
         verdict = _lost("no guess was right")
         if used >= guesses:
             return Reply(done=True, score=0.0, verdict=verdict, label="guess")
-        answer = "That is no number." if not found else "Higher." if int(found[-1]) < number else "Lower."
+        name, answer = ("no_number", "That is no number.") if not found else ("higher", "Higher.")
+        if found and int(found[-1]) > number:
+            name, answer = "lower", "Lower."
         left = guesses - used
-        text = f"{answer} {left} {'guess is' if left == 1 else 'guesses are'} left."
+        text = setup.text(name, f"{answer} {left} {'guess is' if left == 1 else 'guesses are'} left.")
         return Reply(text, {"number": number, "used": used}, score=0.0, verdict=verdict, label="guess")
 
 
 def _rules(setup: Setup) -> tuple[int, int, int]:
-    setup.only("low", "high", "guesses")
+    setup.only("low", "high", "guesses", *_TEXTS)
+    for name in _TEXTS:
+        setup.text(name, "")
     low = setup.number("low", 1, -(10**9), 10**9)
     high = setup.number("high", 100, -(10**9), 10**9)
     if low > high:
