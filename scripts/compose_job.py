@@ -445,15 +445,21 @@ def report(platform: Platform, job_id: str) -> str:
     return f"{counted}; the trainer waited {sum(waits):.0f} s, {max(waits):.1f} s at most"
 
 
+def tenants_key(platform: Platform, name: str, scope: str) -> str:
+    """A key of the tenant whose episodes are played."""
+    asked = {"name": name, "tenant": "agents", "scopes": [scope]}
+    return str(platform.ask("/v1/keys", asked)["token"])
+
+
 def played(platform: Platform, folder: str) -> str:
     """A job whose episodes a container's runner plays, with a key for that alone."""
     inside = ["exec", "-T", "orchestrator", "python", "-c", MODEL, folder, str(EPISODES["trainer"]["steps"])]
     spec = json.loads(platform.run(*inside))
     for section, fields in EPISODES.items():
         spec[section] = {**spec[section], **fields} if fields else fields
-    asked = {"name": "runner", "tenant": "default", "scopes": ["agents:run"]}
+    # Of one tenant: a runner plays its own tenant's episodes, and a job sent with the platform's own key has none.
     key = Path(os.environ.get("SPO_SECRETS_PATH") or "deploy/secrets", "spo_agent_runner_api_key")
-    key.write_text(platform.ask("/v1/keys", asked)["token"])
+    key.write_text(tenants_key(platform, "runner", "agents:run"))
     key.chmod(0o644)
     commands = {"solver": f"python -c {shlex.quote(AGENT)}"}
     platform.variables["SPO_AGENT_RUNNER_HARNESSES"] = json.dumps(commands)
@@ -461,7 +467,8 @@ def played(platform: Platform, folder: str) -> str:
     platform.run(
         "--profile", "agents", "up", "--detach", "--no-build", "--wait", "--wait-timeout", "600", "agent-runner"
     )
-    job_id = platform.ask("/v1/jobs", spec)["id"]
+    person = Platform(platform.url, tenants_key(platform, "person", "jobs:write"), platform.compose)
+    job_id = person.ask("/v1/jobs", spec)["id"]
     state = lambda: platform.ask_again(f"/v1/jobs/{job_id}")["state"]  # noqa: E731
     wait_until(lambda: state() in FINAL, "the job of episodes has ended", JOB_SECONDS)
     if state() != "succeeded":
