@@ -1,9 +1,12 @@
-"""What a training pass costs at real widths: hidden 896, 152,000 words, 4 layers, 2,048 tokens of bfloat16.
+"""What training costs at real widths: hidden 896, 152,000 words, 4 layers, 2,048 tokens; a layer of 7B, 8,192 tokens.
 
 Ours is the trainer's forward: the last layer in blocks of the vocabulary, layers that run again, packed rows. The
 yardsticks compute the same log-probs the way transformers does, from the logits of all tokens widened to float32, and
 from logits in chunks of tokens that run again in the backward pass. Memory is what the pass takes above the weights and
-their gradients, in a process of its own.
+their gradients, in a process of its own. All is bfloat16.
+
+Of Qwen2.5-7B it is a whole step of one layer, by the trainer with all that it does around a batch, and by a loop that
+one would write by hand: transformers' model whose layer runs again, and AdamW on float32 copies of the weights.
 """
 
 from __future__ import annotations
@@ -12,25 +15,36 @@ import ctypes
 import multiprocessing
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import psutil
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.frame import Row, compare, run
+from benchmarks.gpu.shapes import write_shape
+from benchmarks.gpu.training import random_rows
+from services.trainer.batches import MicroBatch, Minibatch, TrainingSample
+from services.trainer.deepspeed_engine import leave_deepspeed, prepare_deepspeed
+from services.trainer.learner import Learner
+from services.trainer.ranks import join_ranks
 from spo.model.logprobs import ATTENTION, checkpoint_activations, give_logprob_head, token_logprobs
+from spo.spec.job_spec import parse_job_spec
 
 HIDDEN, WORDS, LAYERS, TOKENS = 896, 151_936, 4, 2_048
 CHUNK = 256
-SECONDS = 600.0
+LAYER, LAYER_TOKENS = "7B's layer", 8_192
+SECONDS = 1800.0
 # Peak bytes per token of the trainer before its last layer came in blocks, by the same measurement.
 BYTES_PER_TOKEN_BEFORE = 2.6e6
 SAMPLE_SECONDS = 0.002
@@ -54,7 +68,23 @@ def measure() -> list[Row]:
         _cpu("chunked", "logits in chunks of tokens", 1 / 1.35),
         _mixed("bytes", "bytes per token, 16 mixed lengths packed", lambda way: cost(way).peak_bytes / TOKENS),
         _mixed("CPU s", "pass over 16 mixed lengths packed", lambda way: cost(way).cpu_seconds),
+        _of_a_layer("step", "CPU s", lambda way: cost(way).cpu_seconds),
+        _of_a_layer("bytes per token", "bytes", lambda way: cost(way).peak_bytes / LAYER_TOKENS),
     ]
+
+
+def _of_a_layer(what: str, unit: str, of: Callable[[str], float]) -> Row:
+    return compare(
+        f"{LAYER}, 1 x {LAYER_TOKENS:,}, {what}",
+        unit,
+        "plain loop",
+        lambda: of("layer, trainer"),
+        lambda: of("layer, plain loop"),
+        goal=0.9,
+        rounds=1,
+        lower_is_better=True,
+        warm_up=False,
+    )
 
 
 def _row(name: str, yardstick: str, way: str, peer: Callable[[], float], goal: float) -> Row:
@@ -97,9 +127,94 @@ def _bytes(way: str) -> float:
 
 @cache
 def cost(way: str) -> Cost:
-    """What one way takes, in a fresh process: "ours", "plain", "chunked", "mixed packed" or "mixed padded"."""
+    """What one way takes, in a fresh process: "ours", "plain", "chunked", "mixed packed" or "mixed padded".
+
+    Of the layer: "layer, trainer" or "layer, plain loop".
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(pass_cost, way).result(SECONDS)
+        return process.submit(layer_cost if way.startswith("layer") else pass_cost, way).result(SECONDS)
+
+
+def layer_cost(way: str) -> Cost:
+    """The second of two steps on one response; in the first the optimiser's state comes into being."""
+    torch.set_num_threads(1)
+    rows = random_rows(1, LAYER_TOKENS)
+    with tempfile.TemporaryDirectory(prefix="spo-benchmark-") as folder:
+        write_shape(Path(folder) / "model", LAYER)
+        step, close = (_trainer if way == "layer, trainer" else _plain_loop)(Path(folder) / "model", rows)
+        found = _second(step)
+        flops = 8 * _weights_of(Path(folder) / "model") * LAYER_TOKENS / found.cpu_seconds
+        print(
+            f"{way}: {flops / 1e9:.1f} GFLOP a CPU second, matrices alone {_matrix_rate() / 1e9:.1f}", file=sys.stderr
+        )
+        close()
+    return found
+
+
+def _second(step: Callable[[], object]) -> Cost:
+    step()
+    # Freed memory would hide what the step takes.
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with PeakResident() as peak:
+        before = time.process_time()
+        step()
+        seconds = time.process_time() - before
+    return Cost(seconds, peak.bytes_above_start)
+
+
+def _weights_of(model: Path) -> int:
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        return sum(file.get_tensor(name).numel() for name in file.keys() if ".layers." in name)  # noqa: SIM118
+
+
+def _matrix_rate() -> float:
+    """FLOP per CPU second of the product of two large matrices."""
+    one, other = torch.randn(4096, 4096).bfloat16(), torch.randn(4096, 4096).bfloat16()
+    one @ other
+    before = time.process_time()
+    one @ other
+    return 2 * 4096**3 / (time.process_time() - before)
+
+
+def _trainer(model: Path, rows: list[TrainingSample]) -> tuple[Callable[[], object], Callable[[], None]]:
+    ranks = join_ranks(timeout_seconds=60)
+    prepare_deepspeed(model.parent)
+    document = {
+        "model": {"path": str(model), "dtype": "bfloat16", "max_response_tokens": LAYER_TOKENS},
+        "algorithm": {"losses": [{"objective": "terminal_squared"}]},
+        "trainer": {"batch_size": 1, "zero_stage": 1, "activation_checkpointing": True},
+    }
+    learner = Learner(ranks, parse_job_spec(document))
+
+    def close() -> None:
+        learner.close()
+        leave_deepspeed()
+
+    return lambda: learner.learn([Minibatch([MicroBatch(rows)], 1)], 1e-5), close
+
+
+def _plain_loop(path: Path, rows: list[TrainingSample]) -> tuple[Callable[[], object], Callable[[], None]]:
+    model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    masters = [parameter.detach().float() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0)
+    of_row = rows[0].trajectory
+    ids_BL = torch.tensor([[*of_row.prompt_token_ids, *of_row.response_token_ids]])
+
+    def step() -> None:
+        logprob = plain_logprobs(model, ids_BL, torch.ones_like(ids_BL)).mean()
+        (logprob + 1).square().backward()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            parameter.data.copy_(master)
+            master.grad = None
+
+    return step, lambda: None
 
 
 def pass_cost(way: str) -> Cost:

@@ -14,6 +14,8 @@ from spo.tasks.toy_tokenizer import build_tokenizer, save_tokenizer
 SHAPES = {
     "0.5B": (896, 4864, 24, 14, 2, 151_936),
     "1.5B": (1536, 8960, 28, 12, 2, 151_936),
+    # One layer of it, and few words: what a layer costs is not to be hidden by the last one.
+    "7B's layer": (3584, 18_944, 1, 28, 4, 1024),
     "tiny": (64, 128, 2, 2, 1, 512),
 }
 
@@ -29,7 +31,7 @@ def write_shape(folder: Path, shape: str) -> None:
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
         vocab_size=vocabulary,
-        max_position_embeddings=4096,
+        max_position_embeddings=16_384,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
