@@ -194,9 +194,11 @@ def run(
     # Libraries print where they like; the object stands alone.
     with contextlib.redirect_stdout(sys.stderr) if wanted.json else contextlib.nullcontext():
         rows = measure()
-    if wanted.json:
-        with open(_OBJECT, "w", closefd=False) if _OBJECT is not None else contextlib.nullcontext(sys.stdout) as own:
+    if wanted.json and _OBJECT is not None:
+        with open(_OBJECT, "w", closefd=False) as own:
             print(as_json(benchmark, rows), file=own)
+    elif wanted.json:
+        print(as_json(benchmark, rows))
     else:
         Console().print(as_table(benchmark, rows))
     return 0

@@ -164,7 +164,7 @@ def _second(step: Callable[[], object]) -> Cost:
 
 def _weights_of(model: Path) -> int:
     with safe_open(model / "model.safetensors", framework="pt") as file:
-        return sum(file.get_tensor(name).numel() for name in file.keys() if ".layers." in name)  # noqa: SIM118
+        return sum(int(file.get_tensor(name).numel()) for name in file.keys() if ".layers." in name)  # noqa: SIM118
 
 
 def _matrix_rate() -> float:
@@ -204,7 +204,7 @@ def _plain_loop(path: Path, rows: list[TrainingSample]) -> tuple[Callable[[], ob
 
     def step() -> None:
         logprob = plain_logprobs(model, ids_BL, torch.ones_like(ids_BL)).mean()
-        (logprob + 1).square().backward()
+        (logprob + 1).square().backward()  # type: ignore[no-untyped-call]
         for master, parameter in zip(masters, model.parameters(), strict=True):
             assert parameter.grad is not None
             master.grad, parameter.grad = parameter.grad.float(), None

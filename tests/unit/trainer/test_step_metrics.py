@@ -103,12 +103,17 @@ def test_a_job_of_preferences_tells_its_margin_and_how_many_pairs_it_has_right()
 
 
 def long_row(index: int, tokens: int) -> TrainingSample:
-    logprobs = [-0.5] * tokens
-    ids = {"trajectory_id": str(index), "prompt_id": str(index), "source": SOURCE_ONLINE, "reward": -1.0}
-    both = {"sampling_logprobs": logprobs, "reference_logprobs": logprobs}
-    return TrainingSample(
-        Trajectory(prompt_token_ids=[1] * 8, response_token_ids=[2] * tokens, **ids, **both), -0.5, index
+    trajectory = Trajectory(
+        trajectory_id=str(index),
+        prompt_id=str(index),
+        source=SOURCE_ONLINE,
+        reward=-1.0,
+        prompt_token_ids=[1] * 8,
+        response_token_ids=[2] * tokens,
+        sampling_logprobs=[-0.5] * tokens,
+        reference_logprobs=[-0.5] * tokens,
     )
+    return TrainingSample(trajectory, -0.5, index)
 
 
 @pytest.mark.parametrize("step", ["decoded and checked", "cut and made tensors", "measured"])
