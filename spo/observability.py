@@ -291,12 +291,13 @@ class _LibraryLines(logging.Handler):
             self.handleError(record)
 
 
-def take_over_logs(library: str, level: str = "WARNING") -> None:
-    """Have a library that brings a handler of its own, once it is imported, log by ours, from this level on."""
-    logger = logging.getLogger(library)
-    logger.handlers.clear()
-    logger.propagate = True
-    logger.setLevel(level)
+def take_over_logs(*libraries: str, level: str = "WARNING") -> None:
+    """Have libraries that bring handlers of their own, once they are imported, log by ours, from this level on."""
+    for library in libraries:
+        logger = logging.getLogger(library)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(level)
 
 
 def get_logger(component: str) -> structlog.typing.FilteringBoundLogger:

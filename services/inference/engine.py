@@ -164,13 +164,11 @@ class Engine:
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # vLLM sets its logs up when it is imported and, unless told not to, once more for each engine.
-        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-        for library in ("torch", "vllm"):
-            take_over_logs(library)
+        os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # not once more for each engine
+        take_over_logs("torch", "vllm")
+        # At every load it would log that a module without weights got none.
+        take_over_logs("vllm.model_executor.model_loader.reload", level="ERROR")
         self._llm = LLMEngine.from_engine_args(_engine_args(spec, settings))
-        # It would log at every load that a module without weights got none.
-        take_over_logs("vllm.model_executor.model_loader.reload", "ERROR")
         self._recomputes = settings.in_flight == "keep"
         self._loads = 0
         self._served: set[str] = set()

@@ -335,8 +335,7 @@ def prepare_deepspeed(state_path: Path) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     # DeepSpeed 0.19 calls what torch 2.13 deprecates, at every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    for library in ("torch", "DeepSpeed"):
-        take_over_logs(library)
+    take_over_logs("torch", "DeepSpeed")
     deepspeed.init_distributed(auto_mpi_discovery=False)
 
 
