@@ -12,12 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import docker
 import pytest
 
 from spo.client import Client
 from spo.reproduce.plan import merged
+from spo.tasks.toy import toy_tasks
 from tests.e2e.conftest import SHORT, demo_spec
 from tests.e2e.live.test_verifiers import QUICK
+from tests.support.docker_engine import compose_engine, harbor_task
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.cpu_seconds(200), pytest.mark.timeout(900)]
 
@@ -143,3 +146,67 @@ def test_a_script_whose_episodes_branch_plays_a_job_and_each_token_of_its_trees_
         lacking |= {group for group, count in of_batch.items() if count < 4}
         assert tokens == sum(part.tokens for whole in drawn for part in whole.segments if part.kind == "action")
     assert lacking, "a group of which episodes are lost is trained on"
+
+
+# An agent of anybody's for Harbor: it asks the policy once, and does what the task wants where the answer has a "p".
+HARBOR_AGENT = """
+import asyncio, json, os, urllib.request
+from harbor.agents.nop import NopAgent
+
+def ask(said):
+    body = {"model": "x", "messages": [{"role": "user", "content": said}], "max_tokens": 10}
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+class Asks(NopAgent):
+    async def run(self, instruction, environment, context):
+        if "p" in await asyncio.to_thread(ask, instruction.strip()):
+            await environment.exec("echo 'done' > hello.txt")
+"""
+
+
+@pytest.mark.nightly
+def test_trials_of_harbor_in_containers_are_rewarded_by_their_tests_and_trained_on(
+    live: Any, client: Client, tmp_path: Path, reference_model: Path
+) -> None:
+    with compose_engine() as engine:
+        found = docker.DockerClient(base_url=engine, timeout=120)
+        harbor_task(found, tmp_path / "tasks" / "hello", toy_tasks(1, 0, 0).train[0].statement, "done")
+        found.close()
+        (tmp_path / "asks.py").write_text(HARBOR_AGENT)
+        spo = [sys.executable, "-m", "spo.cli", "agents"]
+        rows = subprocess.run([*spo, "harbor-problems", str(tmp_path / "tasks")], capture_output=True, check=True)
+        (tmp_path / "problems.jsonl").write_bytes(rows.stdout)
+        tasks = {"kind": "jsonl", "path": str(tmp_path / "problems.jsonl"), "train_problems": 1}
+        own: dict[str, Any] = {
+            "tasks": {**tasks, "harness": {"name": "asks", "runner_pool": "harbor", "max_seconds": 900}},
+            "rollout": {"samples_per_prompt": 2},
+            "replay": {"min_online": 2},
+            "trainer": {"batch_size": 2, "micro_batch_size": 2, "steps": 1, "checkpoint_interval": 1},
+        }
+        spec = {**demo_spec(reference_model, merged(SHORT, QUICK), PLAYED, own), "value": None, "name": "harbor"}
+        job = client.submit(spec)
+        command = [*spo, "harbor", str(tmp_path / "tasks"), "--harness", "asks=asks:Asks", "--pool", "harbor"]
+        environment = os.environ | {"SPO_API_URL": live.url, "DOCKER_HOST": engine}
+        with (tmp_path / "runner.log").open("wb") as log:
+            process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        try:
+            ended = client.wait(job.id, 800)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(120)
+    assert (ended.state, ended.failure) == ("succeeded", None), (tmp_path / "runner.log").read_text()[-3000:]
+    drawn = client.batch(job.id, 1).trajectory_ids
+    assert len(drawn) == 2
+    ended_sessions = [each for each in client.agents.all(job.id) if each.outcome]
+    played = [(client.agents.tree(each.id).calls[0], each.outcome or {}) for each in ended_sessions]
+    for trajectory_id in drawn:
+        whole = client.trajectory(job.id, trajectory_id)
+        (action,) = whole.segments
+        # What the tests in the container found, and neither the agent nor the runner: the policy's answer decides it.
+        assert action.tokens == len(whole.response_token_ids)
+        (call, outcome), *_ = (each for each in played if each[0].sampled == whole.response_token_ids)
+        assert outcome["reward"] == float("p" in call.text)
+        assert whole.reward == outcome["reward"] - 1
