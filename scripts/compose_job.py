@@ -438,7 +438,7 @@ def report(platform: Platform, job_id: str) -> str:
     first, last = (each["pass_at_k"]["1"]["value"] for each in (before, after))
     series = platform.ask(f"/v1/jobs/{job_id}/metrics?max_points=2000")["series"]
     waits = [wait for wait in series["wait_seconds"] if wait is not None]
-    counted = f"ledger: {ledger['groups_fed']} groups, {ledger.get('online', '?')} online samples, "
+    counted = f"ledger: {ledger['groups_fed']} groups, {ledger['inserted:online']} online samples, "
     counted += (
         f"{ledger['duplicates']} duplicates, {ledger['groups_waiting']} waiting; pass@1 {first:.3f} to {last:.3f}"
     )
