@@ -143,7 +143,7 @@ class Installation:
         self.started = math.inf
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spo-benchmark-")))
         per_minute, replicas = LONG_GROUPS_PER_MINUTE * share, int(LONG_REPLICAS * share)
-        self.ends = PipelineEnds(
+        self.ends = PipelineEnds(  # type: ignore[abstract]
             SAMPLES,
             lambda: per_minute * (time.monotonic() - self.started) / 60 - self.ends.finished,
             keeps=True,

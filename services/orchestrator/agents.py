@@ -9,7 +9,6 @@ time, once the answer is whole.
 from __future__ import annotations
 
 import hmac
-import itertools
 import json
 import secrets
 import time
@@ -376,7 +375,8 @@ class SessionTree:
         node = replace(node, state=_turn_digest(node.state, answered))
         # asdict would copy each of thousands of tokens.
         header = json.dumps({name: each for name, each in vars(node).items() if name not in ("number", *_PACKED)})
-        packed = {name: array(kind, getattr(node, name)).tobytes() for name, kind in _PACKED.items()}
+        packed: dict[str, str | bytes] = {}
+        packed |= {name: array(kind, getattr(node, name)).tobytes() for name, kind in _PACKED.items()}
         packed["above"] = array("i", above).tobytes()
         size = len(header) + sum(map(len, packed.values()))
         number = self.client.eval(
@@ -386,7 +386,7 @@ class SessionTree:
             *("" if node.parent is None else node.parent, self._life(), size, MOST_BYTES),
             *(len(node.read), len(node.sampled), node.cached_tokens),
             *(node.state, alike, f"retry:{body_digest}", header[1:]),
-            *itertools.chain.from_iterable(packed.items()),
+            *(word for name_and_content in packed.items() for word in name_and_content),
         )
         if number == b"ended":
             raise Conflict("the session has ended meanwhile: nothing more is stored", code="already_decided")
@@ -432,16 +432,19 @@ class AgentSessions:
     def require_place(self, tenant: str) -> None:
         """Raises ResourceExhausted (code "quota_exceeded") where a tenant has as many sessions open as it may."""
         key = own_keys.open_agent_sessions(tenant)
-        self.jobs.client.zremrangebyscore(key, 0, now_ms())
-        if self.jobs.client.zcard(key) < MOST_OPEN:
+        with self.jobs.client.pipeline(transaction=False) as counted:
+            counted.zremrangebyscore(key, 0, now_ms())
+            counted.zcard(key)
+            _, count = counted.execute()
+        if count < MOST_OPEN:
             return
         ids = [each.decode() for each in self.jobs.client.zrange(key, 0, -1)]
         with self.jobs.client.pipeline(transaction=False) as reads:
             for each in ids:
-                reads.hexists(own_keys.agent_session(each), "record")
-            there = reads.execute()
+                reads.hget(own_keys.agent_session(each), "record")
+            records = reads.execute()
         # Sessions of deleted jobs are gone without having been closed.
-        if gone := [each for each, is_there in zip(ids, there, strict=True) if not is_there]:
+        if gone := [each for each, record in zip(ids, records, strict=True) if record is None]:
             self.jobs.client.zrem(key, *gone)
         if len(ids) - len(gone) >= MOST_OPEN:
             message = f"{MOST_OPEN} sessions are open: end some by their outcome, or wait for their deadline"

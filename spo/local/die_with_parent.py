@@ -128,7 +128,8 @@ def _descendants() -> list[int]:
             parents[int(name)] = int(Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-    found, generation = [], {os.getpid()}
+    found: list[int] = []
+    generation = {os.getpid()}
     while generation:
         generation = {pid for pid, parent in parents.items() if parent in generation}
         found += generation

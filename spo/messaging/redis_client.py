@@ -83,6 +83,9 @@ class ServerFacts(TypedDict, total=False):
     aof_rewrite_in_progress: int
     aof_rewrite_scheduled: int
     errorstat_MISCONF: dict[str, int]
+    total_commands_processed: int
+    total_net_input_bytes: int
+    total_net_output_bytes: int
     role: str
 
 
