@@ -111,6 +111,9 @@ class AgentEpisodes:
         self._consumers: dict[str, Consumer] = {}
         # When a runner of each pool asked last, in monotonic seconds.
         self._asked_at: dict[str, float] = {}
+        # By job, when one asked last that may play it, and when one did that may not.
+        self._asked_for: dict[str, float] = {}
+        self._passed_by: dict[str, float] = {}
         self._pools = {DEFAULT_POOL}
         self._outages: dict[str, Outage] = {}
 
@@ -130,10 +133,12 @@ class AgentEpisodes:
             except (redis.RedisError, SpoError) as error:
                 outage.failed(error)
         with self._lock:
-            for ended in {*self._open, *self._outages} - set(running):
+            for ended in {*self._open, *self._outages, *self._asked_for, *self._passed_by} - set(running):
                 self._open.pop(ended, None)
                 self._consumers.pop(ended, None)
                 self._outages.pop(ended, None)
+                self._asked_for.pop(ended, None)
+                self._passed_by.pop(ended, None)
 
     def standing(self, job_id: str) -> list[str]:
         """What the job's episodes wait for, in words: nothing while runners of their pool ask for some."""
@@ -144,10 +149,13 @@ class AgentEpisodes:
         if harness is None:
             return []
         asked_at = self._asked_at.get(harness.runner_pool)
-        if asked_at is not None and time.monotonic() - asked_at < LEASE_SECONDS:
-            return []
         leased = sum(each.state == "leased" for each in episodes)
         last = "none has asked" if asked_at is None else f"none has asked for {time.monotonic() - asked_at:.0f} s"
+        if asked_at is not None and time.monotonic() - asked_at < LEASE_SECONDS:
+            passed_by = self._passed_by.get(job_id, 0.0)
+            if max(self._asked_for.get(job_id, 0.0), time.monotonic() - LEASE_SECONDS) >= passed_by:
+                return []
+            last = "those that ask have no key of the job's tenant"
         return [f"{waiting} episodes wait for a runner of the pool {harness.runner_pool}: {last}; {leased} are played"]
 
     def look_after(self, job_id: str) -> None:
@@ -226,8 +234,12 @@ class AgentEpisodes:
     def lease(self, job_ids: Collection[str], pool: str, most: int) -> list[Leased]:
         """Lease episodes of these jobs that wait for a runner of the pool."""
         found: list[Leased] = []
-        self._asked_at[pool] = time.monotonic()
+        now = self._asked_at[pool] = time.monotonic()
         with self._lock:
+            for job_id in self._open:
+                harness = self._harness(job_id)
+                if harness is not None and harness.runner_pool == pool:
+                    (self._asked_for if job_id in job_ids else self._passed_by)[job_id] = now
             for job_id in job_ids:
                 spec = self.jobs.spec(job_id)
                 harness = spec.tasks.harness

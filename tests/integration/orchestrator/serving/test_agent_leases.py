@@ -143,6 +143,12 @@ def test_a_job_whose_episodes_no_runner_asks_for_says_so_until_one_does(played: 
     assert told.endswith("ends when: a runner of that pool starts: `spo agents run`)")
     assert not any("at inference" in wait for wait in waits()), "it is agents that have the prompts"
 
+    stranger = played.counter.key("another", "agents:run")
+    asked = played.counter.ask("POST", "/v1/agents/leases", stranger, json={"pool": "default", "wait_seconds": 0})
+    assert asked.json()["items"] == []
+    passed_by = "2 episodes wait for a runner of the pool default: those that ask have no key of the job's tenant"
+    assert any(passed_by in wait for wait in waits())
+
     played.lease()
 
     assert not any("wait for a runner" in wait for wait in waits())
