@@ -148,7 +148,6 @@ PARTS: Sequence[Mapping[str, Any]] = (
     {"method": "grpo", **_NEED, "need_group": 16},
     {"method": "grpo", **_NEED, "need_temperature": 1.3},
 )
-CONTESTANTS = (*COMPARED, *PARTS)
 
 
 def next_run(done: Mapping[MemoryRun, float], seeds: Sequence[int]) -> MemoryRun | None:

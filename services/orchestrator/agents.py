@@ -137,6 +137,11 @@ class AgentSession:
         """Where its calls go, before /v1."""
         return f"/s/{self.id}"
 
+    @property
+    def life_seconds(self) -> int:
+        """For so long from now what is stored of it is kept: to its deadline, and KEEP_SECONDS."""
+        return max(1, self.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
+
 
 # A session, and its counts as they were read with it.
 Standing = tuple[AgentSession, dict[str, str]]
@@ -383,7 +388,7 @@ class SessionTree:
             _APPEND,
             3,
             *(own_keys.agent_session(self.session.id), self.key, self.states),
-            *("" if node.parent is None else node.parent, self._life(), size, MOST_BYTES),
+            *("" if node.parent is None else node.parent, self.session.life_seconds, size, MOST_BYTES),
             *(len(node.read), len(node.sampled), node.cached_tokens),
             *(node.state, alike, f"retry:{body_digest}", header[1:]),
             *(word for name_and_content in packed.items() for word in name_and_content),
@@ -400,11 +405,8 @@ class SessionTree:
         with self.client.pipeline(transaction=True) as writes:
             writes.hincrby(session, "unserved", 1)
             # Where the session has gone with its job meanwhile, so does this.
-            writes.expire(session, self._life())
+            writes.expire(session, self.session.life_seconds)
             writes.execute()
-
-    def _life(self) -> int:
-        return max(1, self.session.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
 
     def _root(self, tools: Sequence[object]) -> str:
         """Another set of tools is written into another prompt, so it is another root."""
@@ -425,8 +427,13 @@ class AgentSessions:
         opened = SessionSecrets(f"{session_id}.{secrets.token_urlsafe(32)}", f"tok_{secrets.token_urlsafe(32)}")
         session = replace(session, id=session_id, key_digest=_secret(opened.key), token_digest=_secret(opened.token))
         self._write(session)
-        if not session.group_id:
-            self.jobs.client.zadd(own_keys.open_agent_sessions(session.tenant), {session.id: session.deadline_unix_ms})
+        # The operator has no bound, so nothing would ever look through its own.
+        if session.tenant and not session.group_id:
+            key = own_keys.open_agent_sessions(session.tenant)
+            with self.jobs.client.pipeline(transaction=False) as writes:
+                writes.zremrangebyscore(key, 0, now_ms())
+                writes.zadd(key, {session.id: session.deadline_unix_ms})
+                writes.execute()
         return session, opened
 
     def require_place(self, tenant: str) -> None:
@@ -452,10 +459,9 @@ class AgentSessions:
 
     def _write(self, session: AgentSession) -> None:
         key = own_keys.agent_session(session.id)
-        life = max(1, session.deadline_unix_ms // 1000 + KEEP_SECONDS - int(time.time()))
         self.jobs.write(
             ("HSET", key, "record", json.dumps(asdict(session)), "calls", 0, "tokens", 0, "bytes", 0),
-            ("EXPIRE", key, life),
+            ("EXPIRE", key, session.life_seconds),
             ("ZADD", own_keys.agent_sessions(session.job_id), session.deadline_unix_ms, session.id),
             ("ZREMRANGEBYSCORE", own_keys.agent_sessions(session.job_id), 0, now_ms() - KEEP_SECONDS * 1000),
         )
@@ -553,7 +559,7 @@ class AgentSessions:
             if first is None or first.decode() != said:
                 raise Conflict("the episode has another outcome already", code="already_decided")
         self.jobs.client.hset(key, "closed", reason)
-        if not session.group_id:
+        if session.tenant and not session.group_id:
             self.jobs.client.zrem(own_keys.open_agent_sessions(session.tenant), session.id)
         return outcome
 

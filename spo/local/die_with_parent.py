@@ -67,7 +67,8 @@ def keep(grace_seconds: float, folder: str, parent_pid: int, command: list[str])
         if status is None and heard == signal.SIGINT:
             os.kill(child, signal.SIGINT)
         elif status is None and heard == signal.SIGTERM:
-            os.killpg(child, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGTERM)
             signal.setitimer(signal.ITIMER_REAL, grace_seconds)
     _end_all(child)
     if os.getppid() != parent_pid:
@@ -80,6 +81,9 @@ def _started(command: list[str]) -> int:
     keeper = os.getpid()
     child = os.fork()
     if child:
+        # By both: a group is there before anybody signals it, or the child has ended.
+        with contextlib.suppress(OSError):
+            os.setpgid(child, child)
         return child
     try:
         os.setpgid(0, 0)

@@ -13,7 +13,7 @@ from benchmarks.studies import baselines
 from benchmarks.studies.contest import Contest
 from benchmarks.studies.grading import Grader
 from benchmarks.studies.lag import steps_sampled_by
-from benchmarks.studies.memory import CONTESTANTS, JOINING, LOSSES, Memory, MemoryRun, next_run, rate_to_try, run_of
+from benchmarks.studies.memory import COMPARED, JOINING, LOSSES, Memory, MemoryRun, next_run, rate_to_try, run_of
 from benchmarks.studies.sampling import Sampler, sample
 from benchmarks.studies.staleness import GROUP, LAGS, METHODS, RATES, StaleRun, planned, rows
 from spo.algorithm.objectives import TokenBatch
@@ -140,7 +140,7 @@ def test_a_contestants_seeds_follow_its_search_at_the_rate_that_was_best_on_othe
         assert run is not None
         done[run] = 1 - abs(run.rate - 5e-4)
         assert run_of({**vars(run), "correct": {}}) == run
-    first = [run for run in done if run.contestant == MemoryRun(**CONTESTANTS[0]).contestant and run.setting == "p160"]
+    first = [run for run in done if run.contestant == MemoryRun(**COMPARED[0]).contestant and run.setting == "p160"]
     assert [(run.rate, run.searched, run.seed) for run in first] == [
         (5e-4, True, 0),
         (1e-3, True, 0),
