@@ -61,7 +61,12 @@ def contestants() -> dict[str, Contestant]:
     return {
         "spo": Jobs({FIRST: _recipe("thrifty"), SECOND: _recipe("thrifty_second")}),
         "spo-with-people": Jobs({"SPO, people's programs imitated": _recipe("with_people")}),
-        "spo-online": Jobs({"a run that remembers, rollouts alone": _recipe("online_memory")}),
+        "spo-online": Jobs(
+            {
+                "a run that remembers, rollouts alone": _recipe("online_memory"),
+                "a second one, from what the first has found": _recipe("online_memory_second"),
+            }
+        ),
         "sft": Trainers("TRL SFT", (SFT,)),
         "sft-grpo": Trainers("TRL SFT, then GRPO", (SHORT_SFT, _grpo(**ONE_STEP))),
         "grpo": Trainers("TRL GRPO", (_grpo(),)),

@@ -24,7 +24,9 @@ LONGEST_SILENCE_SECONDS = 1800.0
 INSTALL_SECONDS = 900.0
 ENDING_SECONDS = 30.0
 REPOSITORY = Path(__file__).parents[2]
-REQUIREMENTS = Path(__file__).parent / "peers" / "requirements-trl.txt"
+REQUIREMENTS, REPLAY_REQUIREMENTS = (
+    Path(__file__).parent / "peers" / f"requirements-{name}.txt" for name in ("trl", "trl-replay")
+)
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,11 @@ def said(
                 peer.stdout.close()
 
 
-def installed_trl(folder: Path) -> Path:
+def installed_trl(folder: Path, requirements: Path = REQUIREMENTS) -> Path:
     """A folder with TRL and what it needs beside the platform's packages; made once."""
     if not (folder / "trl").is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        subprocess.run([*command, "-r", str(REQUIREMENTS)], check=True, timeout=INSTALL_SECONDS)
+        subprocess.run([*command, "-r", str(requirements)], check=True, timeout=INSTALL_SECONDS)
     return folder
 
 

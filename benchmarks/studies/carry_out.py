@@ -115,10 +115,10 @@ def baselines(seeds: Sequence[int]) -> None:
         kept(folder / f"{run.name}.json", result | {"cpu_seconds": time.process_time() - began})
 
 
-def memory(seeds: Sequence[int]) -> None:
-    """The study of runs that remember; what the committed document holds is done."""
+def memory(seeds: Sequence[int], part: remembering.Part) -> None:
+    """A part of the study of runs that remember; what the committed document holds is done."""
     folder, contests = FOLDER / "memory", dict[tuple[str, bool], Contest]()
-    while run := remembering.next_run(_remembered(results(folder, DOCUMENTS / "memory.json")), seeds):
+    while run := remembering.next_run(_remembered(results(folder, DOCUMENTS / "memory.json")), seeds, part):
         key = run.setting, run.searched
         if key not in contests:
             held_out = remembering.SEARCH_HELD_OUT if run.searched else remembering.HELD_OUT
@@ -126,14 +126,16 @@ def memory(seeds: Sequence[int]) -> None:
             found = contest("hard" if run.setting == "hard" else "standard", held_out, tasks)
             found.qhat_0 = {problem.problem_id: 0.0 for problem in found.tasks.train}
             contests[key] = found
+        if run.method in remembering.OWN_METHODS and not contests[key].values:
+            samples_of_pi0(contests[key], 64, run.spec(contests[key].pi0))
         began = time.process_time()
         result = remembering.carry_out(run, contests[key])
-        kept(folder / f"{run.name}.json", result | {"cpu_seconds": time.process_time() - began})
+        kept(folder / f"{run.name}.json", {"cpu_seconds": time.process_time() - began, **result})
 
 
 def _remembered(found: Sequence[dict[str, Any]]) -> dict[remembering.MemoryRun, float]:
     """pass@10 at the end of each run."""
-    return {remembering.run_of(each): score(each["correct"][str(stale.STEPS)], 10) for each in found}
+    return {remembering.run_of(each): score(list(each["correct"].values())[-1], 10) for each in found}
 
 
 def imitation(seeds: Sequence[int]) -> None:

@@ -3,29 +3,39 @@
 Each step samples 64 fresh rollouts in groups of 8. A contestant may also learn again from what the run has found
 (`own`: right answers by their NLL, prompt by prompt), spend a share of its prompts where memory is empty (`need`), or
 replay as its paper has it (`replay`). Relatives are reduced to what this world has: one update a step, rewards 0 and 1,
-no clip range to search. Their papers' other parts are named where they are left out.
+no clip range to search. Their papers' other parts are named where they are left out; TRL's trainers run from their
+package, as processes of their own.
 
-Rates are chosen on other problems than are reported, and until the best has a worse one on both sides.
+Rates are chosen on other problems than are reported, and until the best has a worse one on both sides. Runs with old
+samples, or of 500 steps, have one rate: 5e-4.
 """
 
 from __future__ import annotations
 
 import random
+import tempfile
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice, product
 from pathlib import Path
+from time import process_time
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from benchmarks.race.contestants import GRPO
+from benchmarks.race.peer import REPLAY_REQUIREMENTS, REQUIREMENTS, Peer, Stage, installed_trl
 from benchmarks.studies.baselines import METHODS as PUBLISHED
 from benchmarks.studies.contest import EVALUATION, EVALUATION_SAMPLES, UNTEMPERED, Contest, Policy, step_problems
 from benchmarks.studies.staleness import GROUP, METHODS, PROMPTS_PER_STEP, STEPS, TOY, rows
 from services.trainer.batches import TrainingSample
 from spo.algorithm.baselines import group_advantages
 from spo.algorithm.objectives import TokenBatch
+from spo.model.logprobs import load_policy
 from spo.reproduce.plan import RECIPES, merged
 from spo.spec.job_spec import JobSpec, parse_job_spec
 from spo.spec.section import read_spec
@@ -35,6 +45,8 @@ from spo.v1.trajectory_pb2 import Trajectory
 
 # Where the picture's curves come from; others are examined at the end alone, since an examination costs half a run.
 EXAMINED = (50, 100, 150)
+# Longer runs: for samples that are 200 steps old, and to see what lasts.
+LONG_STEPS, LONG_EXAMINED = 500, (100, 200, 300, 400, 500)
 HELD_OUT = 200
 # The problems on which rates are chosen: fewer, and others, of which only the end is examined.
 SEARCH_HELD_OUT = 100
@@ -51,6 +63,16 @@ JOINING = 2
 # ExGRPO (Zhan et al. 2025): w / (w + this) in place of a clip, on what is replayed.
 SHAPING = 0.1
 
+# TRL's, each with the list of packages that has it and what its configuration gets beside what all have.
+TRL: Mapping[str, tuple[Path, Mapping[str, Any]]] = {
+    "trl_grpo": (REQUIREMENTS, {}),
+    "trl_grpo_replay": (REPLAY_REQUIREMENTS, {"replay_buffer_size": 64}),
+}
+PACKAGES = Path("runs/studies/packages")
+OWN_METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "spo_two_temperatures_paper_beta": ("toy/online_squared", {"algorithm": {"beta": 0.0868589, "value_beta": 1.0}}),
+}
+
 Loss = Callable[[Tensor, TokenBatch], Tensor]
 Replay = Literal["", "any", "contrast", "experience", "mixed"]
 
@@ -61,6 +83,7 @@ class MemoryRun:
 
     draw: whose answers are learned again: of each prompt in turn, or more often where the latest rollouts were wrong.
     wanted: prompts that need rollouts: never solved, or also those whose latest rollouts were all wrong.
+    lag: how many updates old the weights are that sample; what they sample is judged and remembered at once.
     searched: part of the choice of a rate, and in no table.
     """
 
@@ -77,6 +100,8 @@ class MemoryRun:
     need_temperature: float = 1.0
     replay: Replay = ""
     replay_rows: int = 32
+    lag: int = 0
+    steps: int = STEPS
     searched: bool = False
 
     @property
@@ -92,7 +117,7 @@ class MemoryRun:
     @property
     def drawn(self) -> bool:
         """Whether its scores on the way are wanted: of what spends rollouts by need, and of GRPO as it is."""
-        return not self.searched and (self.need > 0 or self.contestant == "grpo")
+        return self.steps > STEPS or (not self.searched and (self.need > 0 or self.contestant == "grpo"))
 
     @property
     def name(self) -> str:
@@ -102,7 +127,7 @@ class MemoryRun:
 
     def spec(self, pi0: Path) -> JobSpec:
         """The job whose losses and optimiser are used."""
-        recipe, changes = {**METHODS, **PUBLISHED}.get(self.method, PUBLISHED["grpo"])
+        recipe, changes = {**METHODS, **PUBLISHED, **OWN_METHODS}.get(self.method, PUBLISHED["grpo"])
         own = {"seed": self.seed, "model": {"path": str(pi0)}, "trainer": {"learning_rate": self.rate}}
         document = merged(read_spec(RECIPES / f"{recipe}.yaml"), TOY, changes, own)
         terms = [{**term, "sources": ["online"]} for term in document["algorithm"]["losses"]]
@@ -148,14 +173,41 @@ PARTS: Sequence[Mapping[str, Any]] = (
     {"method": "grpo", **_NEED, "need_group": 16},
     {"method": "grpo", **_NEED, "need_temperature": 1.3},
 )
+PEERS: Sequence[Mapping[str, Any]] = ({"method": "trl_grpo"}, {"method": "trl_grpo_replay"})
+_SPO_NEED: Mapping[str, Any] = {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.5, "replay": "contrast"}
+_AGED: Sequence[Mapping[str, Any]] = (
+    {"method": "grpo_tis", **_NEED},
+    _SPO_NEED,
+    {"method": "grpo_tis"},
+    {"method": "spo_group_scaled_paper_beta"},
+)
+_TWO: Mapping[str, Any] = {"method": "spo_two_temperatures_paper_beta", "steps": LONG_STEPS}
+# What is carried out at given rates.
+FIXED: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "ages": [
+        *({**each, "lag": lag} for lag in (50, 0) for each in _AGED),
+        *({**each, "lag": lag, "steps": LONG_STEPS} for lag in (200, 0) for each in _AGED[:2]),
+    ],
+    "long": [
+        {**_TWO, "rate": 2e-4, "own": 1.0, "need": 0.5},
+        {**_TWO, "rate": 2e-4},
+        {**_TWO, "own": 1.0, "need": 0.5},
+        {"method": "grpo", **_NEED, "steps": LONG_STEPS},
+    ],
+}
+Part = Literal["grid", "trl", "ages", "long"]
+SEARCHED: Mapping[Part, Sequence[Sequence[Mapping[str, Any]]]] = {"grid": (COMPARED, PARTS), "trl": (PEERS,)}
 
 
-def next_run(done: Mapping[MemoryRun, float], seeds: Sequence[int]) -> MemoryRun | None:
+def next_run(done: Mapping[MemoryRun, float], seeds: Sequence[int], part: Part = "grid") -> MemoryRun | None:
     """What to carry out now: a search and then its seeds, everyone in one setting before the next; None at the end.
 
     done: pass@10 of each run so far.
     """
-    for contestants in (COMPARED, PARTS):
+    for each, seed in product(FIXED.get(part, ()), seeds):
+        if (run := MemoryRun(**each, seed=seed)) not in done:
+            return run
+    for contestants in SEARCHED.get(part, ()):
         for setting, each in product(("p160", "hard"), contestants):
             search = MemoryRun(**each, setting=setting, searched=True)
             found = {run.rate: score for run, score in done.items() if replace(run, rate=search.rate) == search}
@@ -237,13 +289,19 @@ class Memory:
 
 def carry_out(run: MemoryRun, contest: Contest) -> dict[str, Any]:
     """Train and examine; what is kept of a run."""
+    if run.method in TRL:
+        return _by_trl(run, contest)
     spec, rng = run.spec(contest.pi0), random.Random(run.seed + 77)
     policy, memory = Policy(contest, spec, LOSSES.get(run.method)), Memory()
     by_id = {problem.problem_id: problem for problem in contest.tasks.train}
     found: dict[str, Any] = {"correct": {}, "at_one": {}, "solved": {}, "distinct": {}}
+    examined = EXAMINED if run.steps == STEPS else LONG_EXAMINED
+    samplers: deque[PreTrainedModel] = deque(maxlen=run.lag + 1)
     learned = rollouts = 0
-    for step in range(1, STEPS + 1):
-        fresh = _sampled(contest, policy, _prompts(run, step, memory, by_id, rng), run.seed * 1_000_003 + rollouts)
+    for step in range(1, run.steps + 1):
+        samplers.append(deepcopy(policy.model) if run.lag else policy.model)
+        prompts = _prompts(run, step, memory, by_id, rng)
+        fresh = _sampled(contest, samplers[0], prompts, run.seed * 1_000_003 + rollouts)
         rollouts += sum(map(len, fresh))
         batch = _batch(run, fresh, memory, policy, rng, spec, contest)
         for group in fresh:
@@ -256,21 +314,35 @@ def carry_out(run: MemoryRun, contest: Contest) -> dict[str, Any]:
         if batch:
             policy.learn(batch)
         learned += len(batch)
-        if step == STEPS or (step in EXAMINED and run.drawn):
-            at = str(step)
-            found["correct"][at], found["distinct"][at] = _examined(contest, policy, run.seed + 1000)
-            asked = [problem for problem in contest.tasks.evaluation for _ in range(SAMPLES_AT_ONE)]
-            plain = contest.sampled(policy.model, asked, run.seed + 2000, UNTEMPERED)
-            found["at_one"][at] = sum(each.reward == 0 for each in plain) / len(plain)
-            found["solved"][at] = len(memory.solved)
-    return {
-        **asdict(run),
-        "contestant": run.contestant,
-        "steps": STEPS,
-        "rollouts": rollouts,
-        "rows_learned": learned,
-        **found,
-    }
+        if step == run.steps or (step in examined and run.drawn):
+            found["solved"][str(step)] = len(memory.solved)
+            _examine(found, str(step), contest, policy.model, run.seed)
+    return {**asdict(run), "contestant": run.contestant, "rollouts": rollouts, "rows_learned": learned, **found}
+
+
+def _by_trl(run: MemoryRun, contest: Contest) -> dict[str, Any]:
+    """The same of a trainer of TRL's; which training prompts it solved it does not say. Raises NotReady."""
+    requirements, own = TRL[run.method]
+    settings = {**GRPO, "num_iterations": 1, "learning_rate": run.rate, **own}
+    settings["task_seed"] = SEARCH_TASKS if run.searched else REPORTED_TASKS
+    packages = installed_trl((PACKAGES / requirements.stem).absolute(), requirements)
+    peer = Peer([Stage("grpo", run.steps, settings)], float("inf"), run.steps, packages)
+    found: dict[str, Any] = {"correct": {}, "at_one": {}, "solved": {}, "distinct": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        (last,) = peer.checkpoints(contest.pi0, run.seed, Path(folder))
+        began = process_time()
+        _examine(found, str(run.steps), contest, load_policy(last.folder, "float32", packing=False), run.seed)
+    rollouts = run.steps * PROMPTS_PER_STEP * GROUP
+    spent = {"cpu_seconds": last.cpu_seconds + process_time() - began}
+    return {**asdict(run), "contestant": run.contestant, "rollouts": rollouts, **found, **spent}
+
+
+def _examine(found: dict[str, Any], at: str, contest: Contest, model: PreTrainedModel, seed: int) -> None:
+    """Write down what held-out problems say of the policy after a step."""
+    found["correct"][at], found["distinct"][at] = _examined(contest, model, seed + 1000)
+    asked = [problem for problem in contest.tasks.evaluation for _ in range(SAMPLES_AT_ONE)]
+    plain = contest.sampled(model, asked, seed + 2000, UNTEMPERED)
+    found["at_one"][at] = sum(each.reward == 0 for each in plain) / len(plain)
 
 
 def _prompts(
@@ -290,14 +362,14 @@ def _prompts(
 
 
 def _sampled(
-    contest: Contest, policy: Policy, prompts: Sequence[tuple[Problem, int, float]], seed: int
+    contest: Contest, sampler: PreTrainedModel, prompts: Sequence[tuple[Problem, int, float]], seed: int
 ) -> list[list[Trajectory]]:
     """A group of rollouts of each prompt, with pi0's log-probs; one call of the sampler for each temperature."""
     groups: list[list[Trajectory]] = []
     for temperature in sorted({temperature for _, _, temperature in prompts}):
         sizes = [(problem, size) for problem, size, own in prompts if own == temperature]
         repeated = [problem for problem, size in sizes for _ in range(size)]
-        found = iter(contest.sampled(policy.model, repeated, seed + len(groups), (temperature, 1.0)))
+        found = iter(contest.sampled(sampler, repeated, seed + len(groups), (temperature, 1.0)))
         groups += [list(islice(found, size)) for _, size in sizes]
     contest.add_reference([each for group in groups for each in group])
     return groups
@@ -347,10 +419,10 @@ def _with_experience(group: list[Trajectory], memory: Memory, policy: Policy, rn
     return [*group[:-1], _as_reference(max(tried, key=policy.mean_logprob))]
 
 
-def _examined(contest: Contest, policy: Policy, seed: int) -> tuple[list[int], float]:
+def _examined(contest: Contest, model: PreTrainedModel, seed: int) -> tuple[list[int], float]:
     """Right samples of each held-out problem, and how many distinct ones a solved problem has on average."""
     problems = [problem for problem in contest.tasks.evaluation for _ in range(EVALUATION_SAMPLES)]
-    drawn = contest.sampled(policy.model, problems, seed, EVALUATION)
+    drawn = contest.sampled(model, problems, seed, EVALUATION)
     counts, distinct = [], []
     for start in range(0, len(drawn), EVALUATION_SAMPLES):
         right = [each for each in drawn[start : start + EVALUATION_SAMPLES] if each.reward == 0]

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -174,7 +174,7 @@ class PromptDispatcher:
         self._schedules: dict[str, PromptSchedule] = {}
         self._eligible = EligiblePrompts(jobs)
         # Of each run: changes of the set of unsolved prompts that were read, and the set in order.
-        self._unsolved: dict[str, tuple[int, list[str]]] = {}
+        self._unsolved: dict[str, tuple[tuple[int, int], list[str]]] = {}
         # A run whose replay buffer does not answer holds up no other.
         self._steps = JobSteps(self._dispatch_or_fail, "dispatch")
         self._outages: dict[str, Outage] = {}
@@ -310,7 +310,7 @@ class PromptDispatcher:
         if not spec.rollout.unsolved_share:
             return {}
         by_id = self._schedule(job_id, spec).by_id
-        left = self._unsolved_prompts(job_id, by_id)
+        left = self._unsolved_prompts(job_id, spec, by_id)
         chosen: dict[int, Problem] = {}
         for index in range(groups):
             draw = random.Random(seed_of(spec.seed, "unsolved", position + index))
@@ -318,15 +318,22 @@ class PromptDispatcher:
                 chosen[index] = by_id[left.pop(draw.randrange(len(left)))]
         return chosen
 
-    def _unsolved_prompts(self, job_id: str, training: Container[str]) -> list[str]:
-        """Training prompts that were tried and are unsolved, sorted; read again when one came or went."""
-        counters = redis_keys.replay_counters(job_id)
-        changes = int(self.jobs.client.hget(counters, "unsolved") or 0)
-        known, prompts = self._unsolved.get(job_id, (-1, []))
-        if known != changes:
-            members = map(bytes.decode, self.jobs.client.smembers(redis_keys.replay_unsolved(job_id)))
-            prompts = sorted(prompt_id for prompt_id in members if prompt_id in training)
-            self._unsolved[job_id] = changes, prompts
+    def _unsolved_prompts(self, job_id: str, spec: JobSpec, training: Collection[str]) -> list[str]:
+        """Training prompts that were tried and are unsolved, sorted; read again when one came or went.
+
+        Where answers of earlier jobs count, untried ones that no answer came with are among them: the others cost
+        no rollout.
+        """
+        client, outcomes = self.jobs.client, redis_keys.replay_outcomes(job_id)
+        changes = int(client.hget(redis_keys.replay_counters(job_id), "unsolved") or 0)
+        stamp = changes, client.hlen(outcomes) if spec.replay.memory.also else 0
+        read_at, prompts = self._unsolved.get(job_id, ((-1, -1), []))
+        if read_at != stamp:
+            found = set(map(bytes.decode, client.smembers(redis_keys.replay_unsolved(job_id))))
+            if spec.replay.memory.also:
+                found.update(set(training) - set(map(bytes.decode, client.hkeys(outcomes))))
+            prompts = sorted(found.intersection(training))
+            self._unsolved[job_id] = stamp, prompts
         return list(prompts)
 
     def _next_problems(self, job_id: str, spec: JobSpec, place: int, count: int) -> tuple[list[Problem], int]:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.race.peers.grpo MODEL JUDGE SEED STEPS STEPS_PER_CHECKPOINT FOLDER SETTINGS
 
-MODEL is a folder, JUDGE is host:port, SETTINGS a JSON object of GRPOConfig's fields. Same problems, same kind of judge
-as the platform's; a program is sent to it once. See peers/written.py for what it says.
+MODEL is a folder, JUDGE is host:port, SETTINGS a JSON object of GRPOConfig's fields; with `replay_buffer_size` it is
+the experimental trainer with a replay buffer, with `task_seed` it learns on other problems. Same kind of judge as the
+platform's; a program is sent to it once. See peers/written.py for what it says.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from datasets import Dataset  # type: ignore[import-not-found]
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
 from benchmarks.race.peers.written import COMMON, Checkpoints, weights
-from benchmarks.race.problems import MAX_RESPONSE_TOKENS, race_problems
+from benchmarks.race.problems import MAX_RESPONSE_TOKENS, TASK_SEED, race_problems
 from spo.model.tokenizer import load_tokenizer
 from spo.rpc.client import RpcClient
 from spo.tasks.problem import Problem, extract_program
@@ -66,7 +67,8 @@ def main(arguments: list[str]) -> None:
     """Train."""
     model, judge_address, seed, steps, every, folder, settings = arguments
     torch.set_num_threads(1)
-    problems = list(race_problems().train)
+    own: dict[str, Any] = json.loads(settings)
+    problems = list(race_problems(own.pop("task_seed", TASK_SEED)).train)
     tokenizer = load_tokenizer(model)
     # TRL pads prompts on the left.
     tokenizer.padding_side = "left"
@@ -74,12 +76,17 @@ def main(arguments: list[str]) -> None:
     rows = [
         {"prompt": [{"role": "user", "content": each.statement}], "problem_id": each.problem_id} for each in problems
     ]
-    own = {"output_dir": folder, "max_completion_length": MAX_RESPONSE_TOKENS, "temperature": 1.0}
-    own |= {"max_steps": int(steps), "seed": int(seed), **json.loads(settings)}
-    trainer = GRPOTrainer(
+    config, trainer_of = GRPOConfig, GRPOTrainer
+    if "replay_buffer_size" in own:
+        from trl.experimental import grpo_with_replay_buffer as replaying  # type: ignore[import-not-found]
+
+        config, trainer_of = replaying.GRPOWithReplayBufferConfig, replaying.GRPOWithReplayBufferTrainer
+    given = {"output_dir": folder, "max_completion_length": MAX_RESPONSE_TOKENS, "temperature": 1.0}
+    given |= {"max_steps": int(steps), "seed": int(seed), **own}
+    trainer = trainer_of(
         model=weights(model),
         reward_funcs=Rewards(judge, problems),
-        args=GRPOConfig(**{**COMMON, **own}),
+        args=config(**{**COMMON, **given}),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[Checkpoints(int(every), Path(folder), tokenizer)],

@@ -9,13 +9,24 @@ from typing import cast
 import pytest
 import torch
 
-from benchmarks.studies import baselines
+from benchmarks.studies import baselines, memory as memory_study
 from benchmarks.studies.contest import Contest
 from benchmarks.studies.grading import Grader
 from benchmarks.studies.lag import steps_sampled_by
-from benchmarks.studies.memory import COMPARED, JOINING, LOSSES, Memory, MemoryRun, next_run, rate_to_try, run_of
+from benchmarks.studies.memory import (
+    COMPARED,
+    FIXED,
+    JOINING,
+    LOSSES,
+    Memory,
+    MemoryRun,
+    Part,
+    next_run,
+    rate_to_try,
+    run_of,
+)
 from benchmarks.studies.sampling import Sampler, sample
-from benchmarks.studies.staleness import GROUP, LAGS, METHODS, RATES, StaleRun, planned, rows
+from benchmarks.studies.staleness import GROUP, LAGS, METHODS, RATES, STEPS, StaleRun, planned, rows
 from spo.algorithm.objectives import TokenBatch
 from spo.model.logprobs import response_logprobs
 from spo.tasks.toy import toy_tasks
@@ -149,6 +160,44 @@ def test_a_contestants_seeds_follow_its_search_at_the_rate_that_was_best_on_othe
         (5e-4, False, 1),
     ]
     assert len({run.name for run in done}) == 10
+
+
+@pytest.mark.parametrize("part", FIXED)
+def test_a_part_with_given_rates_carries_out_each_of_its_runs_once_with_each_seed(part: Part) -> None:
+    done: dict[MemoryRun, float] = {}
+    while (run := next_run(done, [0, 1], part)) is not None:
+        done[run] = 0.5
+        assert run_of({**vars(run), "correct": {}}) == run
+        run.spec(Path("/models/pi0"))
+    assert len(done) == 2 * len(FIXED[part])
+    assert len({run.name for run in done}) == len(done)
+
+
+def test_samples_come_from_weights_that_are_so_many_updates_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+    contest = cast(Contest, type("World", (), {"pi0": Path("/models/pi0"), "tasks": toy_tasks(8, 1, 0)}))
+
+    class Counting:
+        """Its only weight is the number of its updates."""
+
+        def __init__(self, *_: object) -> None:
+            self.model = torch.nn.Linear(1, 1)
+            torch.nn.init.zeros_(self.model.weight)
+
+        def learn(self, _: object) -> None:
+            with torch.no_grad():
+                self.model.weight += 1
+
+    def sampled(_: object, model: torch.nn.Linear, *__: object) -> list[list[Trajectory]]:
+        made.append(model.weight.item())
+        return [[Trajectory(prompt_id="p", reward=-1.0)]]
+
+    monkeypatch.setattr(memory_study, "Policy", Counting)
+    monkeypatch.setattr(memory_study, "_sampled", sampled)
+    monkeypatch.setattr(memory_study, "_examine", lambda *_: None)
+    memory_study.carry_out(MemoryRun("grpo", lag=3), contest)
+    assert made[:6] == [0, 0, 0, 0, 1, 2]
+    assert made[-1] == STEPS - 1 - 3
 
 
 def test_answers_join_groups_that_are_all_wrong_and_known() -> None:

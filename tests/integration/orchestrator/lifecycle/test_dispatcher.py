@@ -198,6 +198,37 @@ def test_a_share_of_the_prompts_goes_to_those_that_were_never_solved_and_the_res
     assert context.dispatcher.dispatch(job_id) == PROMPTS
 
 
+def test_what_earlier_jobs_have_solved_costs_no_rollout_while_something_is_unsolved(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    document["rollout"]["unsolved_share"] = 1.0
+    document["offline"] = {**document.get("offline", {}), "human_solutions": True}
+    mix = [{"source": source, "share": share} for source, share in (("online", 0.5), ("memory", 0.25), ("human", 0.25))]
+    document["replay"] = {**document.get("replay", {}), "mix": mix, "memory": {"also": ["human"]}}
+    job_id = running(context, document)
+    in_turn = [problem.problem_id for problem in context.library.load(context.jobs.spec(job_id).tasks).train]
+    unknown = in_turn[:2]
+    outcomes = redis_keys.replay_outcomes(job_id)
+    context.redis.hset(outcomes, mapping=dict.fromkeys(in_turn[2:], "0:1:0"))
+
+    def fed() -> set[str]:
+        peers.replay.admissible = 2 * SAMPLES
+        assert context.dispatcher.dispatch(job_id) == 2
+        found = {group.prompt.prompt_id for group in groups(context, job_id)}
+        drain(context, job_id)
+        return found
+
+    assert fed() == set(unknown)
+    # One is solved at its first group, the other was tried in vain.
+    context.redis.hset(outcomes, mapping={unknown[0]: "4:1:0", unknown[1]: "4:0:4"})
+    context.redis.sadd(redis_keys.replay_unsolved(job_id), unknown[1])
+    assert unknown[1] in fed()
+    context.redis.hset(outcomes, unknown[1], "8:1:0")
+    context.redis.srem(redis_keys.replay_unsolved(job_id), unknown[1])
+    context.redis.hincrby(redis_keys.replay_counters(job_id), "unsolved", 1)
+    assert fed() - set(unknown)
+
+
 def test_a_restarted_dispatcher_neither_repeats_nor_skips(
     open_context: Callable[..., AppContext], peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
