@@ -272,6 +272,7 @@ class AgentEpisodes:
                 max_prompt_tokens=spec.model.max_prompt_tokens,
                 max_response_tokens=spec.model.max_response_tokens,
                 max_episode_tokens=spec.most_response_tokens if harness.branches == "all" else None,
+                reasoning=harness.reasoning,
                 problem_id=group.request.prompt.prompt_id,
                 group_id=episode.group_id,
                 sample=episode.sample,

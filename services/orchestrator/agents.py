@@ -127,6 +127,8 @@ class AgentSession:
     max_response_tokens: int | None = None
     # Of all branches after the first prompt, each written out; None: one path alone is trained on.
     max_episode_tokens: int | None = None
+    # Of earlier answers once more is asked; as_template: what the template leaves out is not read again.
+    reasoning: str = "keep"
     # Of a job's episode: which sample it is. group_id "": of none.
     group_id: str = ""
     sample: int = 0

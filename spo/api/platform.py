@@ -474,6 +474,7 @@ class SessionRequest(RequestBody):
     max_calls: int = Field(strict=True, default=200, ge=1, le=10_000)
     max_tokens: int = Field(strict=True, default=131_072, ge=1, le=2**31 - 1)
     max_seconds: int = Field(strict=True, default=7200, ge=1, le=7 * 86_400)
+    reasoning: Literal["keep", "as_template"] = Field(default="keep", description="As in a job's tasks.harness.")
 
 
 class SessionGrant(Document):

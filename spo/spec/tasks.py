@@ -492,6 +492,11 @@ class HarnessSpec(Section):
         default="runner",
         description="runner: what it posts, from 0 to 1. verifier: that of the problem decides about the answer.",
     )
+    reasoning: Literal["keep", "as_template"] = Field(
+        default="keep",
+        description="Of earlier answers once more is asked. keep: as it was sampled, whatever the template does. "
+        "as_template: where that leaves it out, the next question begins a branch without it.",
+    )
     arguments: dict[Name, _Value] = Field(default_factory=dict, max_length=32, description="Passed on to the runner.")
 
 

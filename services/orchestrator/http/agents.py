@@ -82,6 +82,7 @@ def open_session(
         version=body.version,
         max_calls=body.max_calls,
         max_tokens=body.max_tokens,
+        reasoning=body.reasoning,
         problem_id=body.problem,
     )
     return grant_of(request, *context.agent_sessions.open(session))
@@ -289,6 +290,8 @@ class EpisodeCompletion(ServedCompletion):
         # The samples of a group have their first prompt in common.
         self.near = self.session.group_id or self.session.id
         self.continued = Continuation(None, 0, (), "")
+        # Whether the template is to write all of the prompt, as it does for whoever knows texts alone.
+        self.anew = False
         said = body.model_dump_json(exclude={"stream", "stream_options"})
         self.began_unix_ms = now_ms()
         self.body_digest = sha256(said.encode()).hexdigest()
@@ -325,6 +328,8 @@ class EpisodeCompletion(ServedCompletion):
         shown = [] if self.chat.tool_choice == "none" else [tool.document for tool in self.chat.tools]
         # Read together: what the call goes on from, and the newest version.
         self.continued = self.tree.find(self.turns, shown)
+        asked = any(turn["role"] == "user" for turn in self.turns[self.continued.turns :])
+        self.anew = asked and self.session.reasoning == "as_template" and self.continued.number is not None
         own = self.session.version
         return Target(self.session.job_id, own), self.continued.version if own is None else own
 
@@ -337,12 +342,13 @@ class EpisodeCompletion(ServedCompletion):
         wanted.seed = (session.seed + 1_000_003 * int(self.counts["calls"])) % 2**62
         wanted.logprobs = True
         wanted.loaded_version = session.version is None
-        wanted.context_token_ids.extend(self.continued.token_ids)
-        wanted.context_turns = self.continued.turns
+        goes_on = Continuation(None, 0, (), "") if self.anew else self.continued
+        wanted.context_token_ids.extend(goes_on.token_ids)
+        wanted.context_turns = goes_on.turns
         if session.max_response_tokens is not None:
-            begins = session.max_prompt_tokens or 0 if self.continued.number is None else self.continued.begins
+            begins = session.max_prompt_tokens or 0 if goes_on.number is None else goes_on.begins
             wanted.path_tokens = begins + session.max_response_tokens
-            if (room := self.tree.room(self.continued, self.counts)) is not None:
+            if (room := self.tree.room(goes_on, self.counts)) is not None:
                 wanted.path_tokens = min(wanted.path_tokens, room)
             # A prompt that is shorter than it may be leaves the answer no more room.
             wanted.max_tokens = min(wanted.max_tokens or session.max_response_tokens, session.max_response_tokens)
@@ -352,7 +358,8 @@ class EpisodeCompletion(ServedCompletion):
         (choice,), found = answer.choices, self.continued
         prompt, known = tuple(answer.prompt_token_ids), found.token_ids
         extends = prompt[: len(known)] == known
-        parent, reason = (found.number, found.reason) if extends else (None, "template_rewrites")
+        broken = "reasoning_dropped" if self.anew else "template_rewrites"
+        parent, reason = (found.number, found.reason) if extends else (None, broken)
         most = self.session.max_prompt_tokens
         if parent is None and most is not None and len(prompt) > most:
             message = f"the agent's first prompt has {len(prompt)} tokens, more than model.max_prompt_tokens {most}"

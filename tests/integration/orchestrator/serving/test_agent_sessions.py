@@ -133,6 +133,31 @@ def test_a_template_that_writes_earlier_turns_anew_begins_another_root(agent: Ag
     assert (node["parent"], node["reason"], node["read"]) == (None, "template_rewrites", [7, 8, 9])
 
 
+def test_reasoning_that_the_template_leaves_out_is_not_read_again_where_a_session_says_so(counter: Counter) -> None:
+    agent = Agent(counter, reasoning="as_template")
+    first = agent.says(ASKED, tools=[TOOL])
+    asked: dict[str, Any] = {"role": "user", "content": "and then?"}
+
+    def without_reasoning(request: ServeRequest) -> list[int]:
+        """Of a later question's prompt; results of tools go on from what was sampled."""
+        return written(request) if request.context_turns else [7, 8, 9]
+
+    counter.peers.inference.prompt_of = without_reasoning
+    counter.peers.inference.calls = [ServedCall(id="c0", name="weather", arguments_json="{}")]
+    second = agent.says(ASKED, first, asked, tools=[TOOL])
+    agent.says(ASKED, first, asked, second, RESULT, tools=[TOOL])
+    root, branch, result = agent.tree()
+    assert (branch["parent"], branch["reason"], branch["read"]) == (None, "reasoning_dropped", [7, 8, 9])
+    assert (result["parent"], result["reason"]) == (1, "")
+    assert result["read"] == [100 + byte for byte in b"<tool>rain"]
+    # Where nothing was left out it is one branch.
+    fed = [*root["read"], *root["sampled"], 5]
+    counter.peers.inference.prompt_of = lambda _: fed
+    agent.says(ASKED, first, asked, tools=[TOOL])
+    same = agent.tree()[-1]
+    assert (same["parent"], same["reason"], same["read"]) == (0, "", [5])
+
+
 def test_equal_requests_are_two_samples_unless_a_client_says_that_it_tries_again(agent: Agent) -> None:
     first = agent.call(ASKED).json()
     agent.says(ASKED)
