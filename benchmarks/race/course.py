@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+STEPS_PER_CHECKPOINT = 10
+
 
 @dataclass(frozen=True)
 class Checkpoint:

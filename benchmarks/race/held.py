@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.race.contestants import BUDGET_CPU_SECONDS, Contestant, Jobs, contestants, identity
-from benchmarks.race.course import Contest, Course, read_contests, read_courses, write_contests
+from benchmarks.race.course import STEPS_PER_CHECKPOINT, Contest, Course, read_contests, read_courses, write_contests
 from benchmarks.race.cpu import LoadTrace
 from benchmarks.race.examiner import examining
 from benchmarks.race.own_platform import job_contests
@@ -20,7 +20,6 @@ from spo.demo.reference_model import cached_reference_model
 from spo.service.settings import PlatformSettings
 
 FOLDER = Path("runs/race")
-STEPS_PER_CHECKPOINT = 10
 
 
 def reference_model() -> Path:

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.course import Checkpoint, Contest
+from benchmarks.race.course import STEPS_PER_CHECKPOINT, Checkpoint, Contest
 from benchmarks.race.cpu import CpuTrace, LoadTrace
 from spo.client import Client
 from spo.client.models import Job
@@ -17,6 +17,7 @@ from spo.local.launcher import LauncherSettings, LocalPlatform
 from spo.reproduce.command import CpuMeter
 
 LONGEST_JOB_SECONDS = 3600.0
+MOST_VERSIONS = 1000
 # The job's own evaluations are as few and small as can be: nobody's time holds one.
 NO_EVALUATION = {"interval_steps": 1_000_000, "samples": 1, "ks": [1]}
 
@@ -25,7 +26,9 @@ def job_contests(documents: Mapping[str, Mapping[str, Any]], pi0: Path, seed: in
     """Carry out the jobs in turn; each but the first may name the one before as its experience."""
     settings = LauncherSettings(runs_path=folder.parent)
     contests: dict[str, Contest] = {}
-    with LocalPlatform(folder.name, folder / "state", settings) as platform:
+    # A job that publishes each step has all its versions examined afterwards, not those that a trainer keeps.
+    kept = {"SPO_TRAINER_WEIGHTS_KEPT": str(MOST_VERSIONS)}
+    with LocalPlatform(folder.name, folder / "state", settings, kept) as platform:
         platform.wait_until_ready()
         cpu = CpuMeter(platform)
         start = cpu.seconds()
@@ -65,4 +68,5 @@ def _carried_out(
             weights / f"{published.version:08d}",
         )
         for published in sorted(client.weights(job.id), key=lambda published: published.version)
+        if published.step % STEPS_PER_CHECKPOINT == 0
     ]
