@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from spo.testing.peers import wait_until
 from tests.support.image_packages import roles
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -33,6 +38,11 @@ def script() -> ModuleType:
 @pytest.fixture(scope="module")
 def cluster() -> ModuleType:
     return loaded("cluster_test")
+
+
+@pytest.fixture(scope="module")
+def changes() -> ModuleType:
+    return loaded("cluster_steps")
 
 
 @pytest.mark.parametrize(
@@ -169,9 +179,93 @@ def test_the_steps_are_a_table(cluster: ModuleType) -> None:
     ]
 
 
-def test_every_role_is_taken_away_once(cluster: ModuleType) -> None:
+NEW_POD = {
+    "metadata": {"creationTimestamp": "2026-11-29T14:00:00Z"},
+    "status": {
+        "conditions": [
+            {"type": "PodScheduled", "lastTransitionTime": "2026-11-29T14:00:01Z"},
+            {"type": "Ready", "lastTransitionTime": "2026-11-29T14:01:02Z"},
+        ],
+        "containerStatuses": [{"state": {"running": {"startedAt": "2026-11-29T14:00:04Z"}}}],
+    },
+}
+
+
+def test_phases_are_those_of_the_slowest_pod(changes: ModuleType) -> None:
+    faster = json.loads(json.dumps(NEW_POD).replace("14:01:02", "14:00:30"))
+    expected = "scheduled after 1 s, started after 4 s, ready after 62 s"
+    assert changes.phases([NEW_POD, faster]) == expected == changes.phases([faster, NEW_POD])
+
+
+@pytest.mark.parametrize(("quantity", "size"), [("10Gi", 10 << 30), ("512Mi", 512 << 20), ("1.5Ki", 1536), ("7", 7)])
+def test_sizes_of_claims_are_read(changes: ModuleType, quantity: str, size: int) -> None:
+    assert changes.in_bytes(quantity) == size
+
+
+def test_a_stranger_that_gets_an_answer_ends_the_run(changes: ModuleType) -> None:
+    refused = {"verifier": "UNAUTHENTICATED", "redis": "AuthenticationError"}
+    assert changes.strangers_answers(refused).startswith("no plugin keeps it from 2 of 2")
+    unreached = {"verifier": "DEADLINE_EXCEEDED", "redis": "TimeoutError"}
+    assert changes.strangers_answers(unreached) == "none of 2 is reached"
+    with pytest.raises(SystemExit, match="is answered"):
+        changes.strangers_answers({**refused, "verifier": "answered: b''"})
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Completions: refused at first, then answered, or refused for ever; by what the model is called."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def do_POST(self) -> None:
+        model = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["model"]
+        self.seen[model] += 1
+        well = model == "steady" or (model == "rolling" and self.seen[model] > 3)
+        body = b'{"choices": [{}]}' if well else b"{}"
+        self.send_response(200 if well else 503)
+        self.send_header("Retry-After", "0.01")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: standard error is the test's."""
+
+
+@pytest.mark.parametrize("model", ["steady", "rolling", "away"])
+def test_the_traffic_counts_every_request(changes: ModuleType, model: str) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    Thread(target=server.serve_forever, daemon=True).start()
+    program = changes.TRAFFIC.replace(":8080", f":{server.server_port}")
+    asking = subprocess.Popen(
+        [sys.executable, "-c", program, "key", model, "50"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: Answers.seen[model] >= 12, "twelve requests")
+    found = json.loads(asking.communicate(timeout=60)[0])
+    server.shutdown()
+    server.server_close()
+    counts = found["counts"]
+    assert sum(counts.values()) == found["asked"] >= 4
+    if model == "steady":
+        assert counts == {"answered": found["asked"]}
+    elif model == "away":
+        assert counts == {"lost: 503": found["asked"]}
+    else:
+        assert set(counts) <= {"answered", "answered after a retry"}
+        assert counts["answered after a retry"] <= 3
+        assert Answers.seen[model] == found["asked"] + 3
+
+
+def test_every_role_is_taken_away_once(changes: ModuleType) -> None:
     composed = loaded("compose_job")
-    assert {*composed.KILLED, "inference"} == set(cluster.ROLES)
+    assert {*composed.KILLED, "inference"} == set(changes.ROLES)
     services = {path.parent.name.replace("_", "-") for path in (SCRIPTS.parent / "services").glob("*/__main__.py")}
     # Two services that a platform has only where somebody asks for them: neither rehearsal starts them.
-    assert set(cluster.ROLES) == services - {"tinker", "agent-runner"} | {"redis"}
+    assert set(changes.ROLES) == services - {"tinker", "agent-runner"} | {"redis"}
+    faults = set(changes.steps(None, None)) - set(changes.HARMLESS)
+    assert len(faults) >= 20
+    assert {f"{how}-{role}" for how in ("kill", "evict") for role in changes.ROLES} < faults
+
+
+def test_a_step_that_is_none_is_refused(changes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONLY", "drain rollback")
+    assert changes.selected() == {"drain", "rollback"} < set(changes.steps(None, None))
