@@ -32,7 +32,7 @@ from spo.spec.section import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from spo.spec.tasks import setup_from_json
 from spo.v1 import trajectory_pb2 as wire
 from spo.v1.environment_service_pb2 import Observation
-from spo.v1.prompt_pb2 import PromptGroup, Sampling
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, PromptGroup, Sampling
 from spo.v1.verdict_pb2 import Verdict
 
 MAX_SAMPLES = 100_000
@@ -58,6 +58,17 @@ def draws_of(sampling: Sampling) -> list[Draw]:
     temperatures = generator.uniform(sampling.temperature_min, sampling.temperature_max, sampling.samples)
     seeds = generator.integers(0, 2**63 - 1, sampling.samples)
     return [Draw(float(temperature), int(seed)) for temperature, seed in zip(temperatures, seeds, strict=True)]
+
+
+def environment_seeds(group: PromptGroup, draws: list[Draw]) -> list[int]:
+    """What decides the chances of each sample's environment: in rollouts the group's own seed, for all of them.
+
+    Samples of a group are compared with each other, so they play one game: what they earn more than the others is then
+    what they did, and not the luck of the draw. Estimates and evaluations average over games, one for each sample.
+    """
+    if group.source == SOURCE_ONLINE:
+        return [group.sampling.seed] * len(draws)
+    return [draw.seed for draw in draws]
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -279,7 +290,8 @@ class StartedEpisodes:
     def begin(self, draws: list[Draw]) -> None:
         """Ask the environment for first observations and begin each conversation with one."""
         try:
-            observations = self.environments.begin(self.request.prompt, [draw.seed for draw in draws], self._is_wanted)
+            seeds = environment_seeds(self.request, draws)
+            observations = self.environments.begin(self.request.prompt, seeds, self._is_wanted)
             self._episodes += map(self._episode, draws, observations)
         except Exception as error:
             self._fail(error)

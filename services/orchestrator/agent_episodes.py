@@ -88,6 +88,8 @@ class Leased:
     opened: SessionSecrets
     harness: HarnessSpec
     statement: str
+    # The group's: what a program draws by it is one game for all samples, which are compared with each other.
+    seed: int
 
 
 @dataclass
@@ -287,7 +289,7 @@ class AgentEpisodes:
             lease_until_unix_ms=made + _LEASE_MS,
         )
         self._store(group, index, leased)
-        return Leased(leased, session, opened, harness, group.request.prompt.text)
+        return Leased(leased, session, opened, harness, group.request.prompt.text, sampling.seed)
 
     def renew(self, session: AgentSession) -> AgentEpisode:
         """Hold an episode for longer. Raises LeaseLost where it is another's now, or over, or takes for ever."""

@@ -275,14 +275,15 @@ def agents_demo(
         int,
         typer.Option(min=0, help="So many seeds, each beside the built-in game; goes on where it was ended."),
     ] = 0,
+    real: Annotated[bool, typer.Option("--real", help="SmolLM2-135M guesses sums; fetches 93 MB once.")] = False,
 ) -> None:
     """A program with the package openai guesses numbers, and a policy learns from it; runs/agents-demo/report.json."""
     from spo.demo.agents import run_agents_demo, run_agents_seeds
 
     if seeds:
-        run_agents_seeds(seeds)
+        run_agents_seeds(seeds, real=real)
     else:
-        run_agents_demo(seed)
+        run_agents_demo(seed, real=real)
 
 
 @app.command("demo-experience")

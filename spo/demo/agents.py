@@ -2,6 +2,8 @@
 
     pi0 (made here, 20 s) -> a job with a harness -> spo agents run --harness guess=... -> runs/agents-demo/report.json
 
+With `--real` it is SmolLM2-135M, and the number is a sum of two others, with three guesses and a hint after each.
+
 Success is that of games against the first and the last weights, played by the same program in sessions of its own and
 never trained on; where the intervals overlap the report says that no learning is shown.
 
@@ -15,6 +17,7 @@ import contextlib
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -32,10 +35,12 @@ from spo.client import Client
 from spo.client.models import Job, SessionCall
 from spo.console import ExitCode, console
 from spo.demo import guess
+from spo.demo.addition import MODEL as SMOLLM2, example, question, sums
 from spo.demo.demo import LONGEST_DEMO_SECONDS, MODEL_SECONDS, PLAIN_EVERY_SECONDS
 from spo.errors import NotReady, PreconditionFailed
 from spo.local.launcher import LauncherSettings, LocalPlatform, signals_interrupt
 from spo.observability import configure_logs
+from spo.service.settings import PlatformSettings
 
 NAME, SEEDS = "agents-demo", "agents-demo-seeds"
 HARNESS = "guess"
@@ -82,15 +87,26 @@ JOB: JsonObject = {
 }
 
 
-# The program's game in its own words; the policy is shown the statement and nothing else before its first guess.
-ENVIRONMENT: JsonObject = {
-    "name": "text_game",
-    "max_turns": guess.GUESSES,
-    "arguments": {
-        **{"low": 1, "high": 8, "guesses": guess.GUESSES, "rules": ""},
-        **{"higher": guess.HIGHER, "lower": guess.LOWER, "no_number": guess.HIGHER},
+# What a job of SmolLM2 has otherwise.
+REAL_STEPS = 24
+REAL_JOB: JsonObject = {
+    "model": {
+        "dtype": "bfloat16",
+        "max_prompt_tokens": 32,
+        "max_response_tokens": 40,
+        "chat": {"system": example()},
+        "stop": ["\n"],
     },
+    "replay": {"samples_per_insert": 3.0},
+    "trainer": {
+        **{"batch_size": 32, "micro_batch_size": 16, "learning_rate": 2e-5, "warmup_steps": 3, "update_interval": 2},
+        "activation_checkpointing": False,
+    },
+    # Of 135 million parameters: some hundred is usual here, and clipped.
+    "collapse_guard": {"grad_norm": 10000.0},
 }
+# So small a model rambles in its chat format. After an example in lines it answers in a line, whose end it samples.
+LINES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,17 @@ class AgentsRun:
     steps: int = STEPS
     trials: int = TRIALS
     played_by: Literal["program", "environment"] = "program"
+    real: bool = False
+
+    def games(self) -> list[str]:
+        """What is played and trained on, as the program's statements."""
+        if not self.real:
+            return [f"game {game} of {self.seed}: {1 + game % 8}" for game in range(GAMES)]
+        return random.Random(self.seed).sample(_sums()[TRIALS:], GAMES)
+
+    def trial_games(self) -> list[str]:
+        """What is played and never trained on: each number as often, or sums that are in no job, whatever its seed."""
+        return _sums()[: self.trials] if self.real else [f"trial: {1 + game % 8}" for game in range(self.trials)]
 
     def done(self, folder: Path) -> JsonObject:
         """Run it on a platform of its own and write report.json into the folder. Raises SpoError."""
@@ -108,7 +135,7 @@ class AgentsRun:
         folder.mkdir(parents=True)
         began = time.monotonic()
         with LocalPlatform(NAME, folder / "state", LauncherSettings()) as platform:
-            build_model(folder / "pi0")
+            build_model(folder / "pi0", self.real)
             platform.wait_until_ready()
             with Client(platform.http_url, retry_seconds=60) as client:
                 job = client.submit(job_document(folder, self))
@@ -134,7 +161,7 @@ class AgentsRun:
                 calls.append(client.agents.tree(session.id).calls)
         # Their sessions are the newest ones.
         newest = max(version.version for version in client.weights(job.id))
-        before, after = (trial(client, job.id, version, self.trials) for version in (0, newest))
+        before, after = (trial(client, job.id, version, self.trial_games()) for version in (0, newest))
         return {
             "run": vars(self),
             "job_id": job.id,
@@ -149,29 +176,41 @@ class AgentsRun:
         }
 
 
-def run_agents_demo(seed: int = 0) -> None:
+def _sums() -> list[str]:
+    """All sums in an order of chance, the same every time."""
+    return random.Random(0).sample(found := [question(*each) for each in sums()], len(found))
+
+
+def run_agents_demo(seed: int = 0, *, real: bool = False) -> None:
     """Run the demo in the foreground; exits with a status that says whether the job succeeded. Raises SpoError."""
     configure_logs("launcher", level="error", log_format="console")
     require_package()
     with signals_interrupt():
-        report = AgentsRun(seed).done((LauncherSettings().runs_path / NAME).absolute())
+        run = AgentsRun(seed, REAL_STEPS if real else STEPS, real=real)
+        report = run.done((LauncherSettings().runs_path / folder_name(NAME, real)).absolute())
     console.print(summary(report), markup=False, highlight=False, soft_wrap=True)
     if report["state"] != "succeeded":
         raise SystemExit(ExitCode.JOB_DID_NOT_SUCCEED)
 
 
-def run_agents_seeds(seeds: int, steps: int = STEPS, trials: int = TRIALS) -> None:
+def folder_name(name: str, real: bool) -> str:
+    """Of a demo's folder; that of the real model is another's."""
+    return f"{name}-real" if real else name
+
+
+def run_agents_seeds(seeds: int, *, real: bool = False) -> None:
     """Run each seed twice, played by the program and by the environment, where there is no report of it yet.
 
     Raises SpoError.
     """
     configure_logs("launcher", level="error", log_format="console")
     require_package()
-    folder = (LauncherSettings().runs_path / SEEDS).absolute()
+    folder = (LauncherSettings().runs_path / folder_name(SEEDS, real)).absolute()
     reports: dict[str, list[JsonObject]] = {"program": [], "environment": []}
     for seed in range(seeds):
         for side, done in reports.items():
-            run = AgentsRun(seed, steps, trials, "program" if side == "program" else "environment")
+            played_by: Literal["program", "environment"] = "program" if side == "program" else "environment"
+            run = AgentsRun(seed, REAL_STEPS if real else STEPS, played_by=played_by, real=real)
             own = folder / f"{side}-{seed}"
             with signals_interrupt():
                 report = run.stored(own) or run.done(own)
@@ -222,28 +261,45 @@ def require_package() -> None:
         ) from None
 
 
-def build_model(folder: Path) -> None:
-    """Make pi0, in a process of its own. Raises NotReady."""
-    command = [sys.executable, "-m", "spo.demo.guess_model", str(folder)]
+def build_model(folder: Path, real: bool = False) -> None:
+    """Make pi0, in a process of its own, or copy SmolLM2 with a template of lines. Raises NotReady."""
+    cache = PlatformSettings().state_path.absolute() / "cache" / "models"
+    makes = ["spo.demo.reference_model", str(cache), SMOLLM2] if real else ["spo.demo.guess_model", str(folder)]
+    command = [sys.executable, "-m", *makes]
     made = subprocess.run(command, capture_output=True, text=True, timeout=MODEL_SECONDS, check=False)
     if made.returncode != 0:
         raise NotReady(f"pi0 was not made: {made.stderr[-2000:]}")
+    if real:
+        shutil.copytree(json.loads(made.stdout.splitlines()[-1])["folder"], folder)
+        (folder / "chat_template.jinja").write_text(LINES)
 
 
 def job_document(folder: Path, run: AgentsRun) -> JsonObject:
     """The job, with its games and its model where they are."""
-    games = [f"game {game} of {run.seed}: {1 + game % 8}" for game in range(GAMES)]
+    games = [guess.game_of(statement) for statement in run.games()]
+    document: JsonObject = {name: {**JOB.get(name, {}), **part} for name, part in REAL_JOB.items()} if run.real else {}
+    document = {**JOB, **document, "seed": run.seed}
     tasks: JsonObject = {**JOB["tasks"], "path": str(folder / "games.jsonl")}
     if run.played_by == "environment":
-        # It draws the number itself, for each episode.
-        games = [guess.ASKED]
         del tasks["harness"]
-        tasks["environment"] = ENVIRONMENT
-    rows = [{"statement": each, "answer": {"expected": [each.split()[-1]]}} for each in games]
+        tasks["environment"] = environment(run.real)
+    statements = run.games() if run.played_by == "program" else [game.asked for game in games]
+    rows = [
+        {"statement": statement, "answer": {"expected": [str(game.number)]}, "arguments": {"number": game.number}}
+        for statement, game in zip(statements, games, strict=True)
+    ]
     (folder / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = {**JOB["model"], "path": str(folder / "pi0")}
-    trainer = {**JOB["trainer"], "steps": run.steps, "checkpoint_interval": run.steps}
-    return {**JOB, "seed": run.seed, "model": model, "tasks": tasks, "trainer": trainer}
+    model = {**document["model"], "path": str(folder / "pi0")}
+    trainer = {**document["trainer"], "steps": run.steps, "checkpoint_interval": run.steps}
+    return {**document, "model": model, "tasks": tasks, "trainer": trainer}
+
+
+def environment(real: bool) -> JsonObject:
+    """The program's game in its own words; before its first guess the policy is shown the statement alone."""
+    game = guess.Game("", 0, "higher: {statement}", "lower: {statement}") if real else guess.Game(guess.ASKED, 0)
+    arguments = {"low": 1, "high": 8, "guesses": guess.GUESSES, "rules": ""}
+    words = {"higher": game.higher, "lower": game.lower, "no_number": game.higher}
+    return {"name": "text_game", "max_turns": guess.GUESSES, "arguments": {**arguments, **words}}
 
 
 @contextlib.contextmanager
@@ -284,21 +340,22 @@ def follow(client: Client, job: Job) -> Job:
     return client.wait(job.id, LONGEST_DEMO_SECONDS, tell)
 
 
-def trial(client: Client, job_id: str, version: int, games: int) -> JsonObject:
-    """Games against one version of the weights, each number as often, with a Wilson interval of 95 %."""
+def trial(client: Client, job_id: str, version: int, games: Sequence[str]) -> JsonObject:
+    """Games against one version of the weights, with a Wilson interval of 95 %."""
     import openai
 
-    def won(game: int) -> bool:
-        number = 1 + game % 8
+    def won(statement: str) -> bool:
+        game = guess.game_of(statement)
         grant = client.agents.open(job_id, version=version, max_calls=guess.GUESSES)
         with openai.OpenAI(base_url=grant.base_url, api_key=grant.key, max_retries=5) as agent:
-            right = guess.is_right(guess.play(agent, number), number)
+            right = guess.is_right(guess.play(agent, game), game.number)
         client.agents.finish(grant.id, {"token": grant.token, "status": "finished", "reward": float(right)})
         return right
 
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        wins = sum(threads.map(won, range(games)))
-    return {"version": version, "games": games, "won": wins / games, "interval": wilson(wins, games)}
+        wins = sum(threads.map(won, games))
+    shares = {"won": wins / len(games), "interval": wilson(wins, len(games))}
+    return {"version": version, "games": len(games), **shares}
 
 
 def wilson(wins: int, games: int) -> list[float]:

@@ -17,6 +17,7 @@ from services.verifier.environments.service import Environments, EnvironmentServ
 from spo.rpc.server import RpcServer
 from spo.spec.tasks import ConversationSetup
 from spo.v1.environment_service_pb2_grpc import add_EnvironmentServiceServicer_to_server
+from spo.v1.prompt_pb2 import SOURCE_ONLINE, SOURCE_REFERENCE, SOURCE_UNSPECIFIED, Source
 from spo.v1.trajectory_pb2 import FINISH_REASON_STOP, SEGMENT_KIND_ACTION, SEGMENT_KIND_OBSERVATION, Trajectory
 from tests.support.conversations import ScriptedEngine, assignment, conversation_group
 
@@ -44,10 +45,20 @@ class Chatter:
         return Reply(text, {**state, "turn": state["turn"] + 1}, label="chatter")
 
 
+class Drawn:
+    """Says what it has drawn."""
+
+    def begin(self, setup: Setup, seed: int) -> Reply:
+        return Reply(str(random.Random(seed).randint(1, 10**6)))
+
+    def step(self, setup: Setup, state: State, action: str) -> Reply:
+        return Reply(done=True)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[EnvironmentPool]:
     server = RpcServer("127.0.0.1", 0)
-    service = EnvironmentService(Environments({"chatter": Chatter()}), StateSeal(OneKey()))  # type: ignore[arg-type]
+    service = EnvironmentService(Environments({"chatter": Chatter(), "drawn": Drawn()}), StateSeal(OneKey()))  # type: ignore[arg-type]
     add_EnvironmentServiceServicer_to_server(service, server.server)
     server.start()
     pool = EnvironmentPool(server.address)
@@ -118,6 +129,20 @@ def check(trajectory: Trajectory, engine: ScriptedEngine, tokenizer: Any, setup:
     assert (trajectory.policy_version_first, trajectory.policy_version_last) == (0, len(fed))
     if trajectory.finish_reason == FINISH_REASON_STOP:
         assert trajectory.segments[-1].score == 0.5
+
+
+def test_samples_that_are_compared_play_one_game_and_those_of_an_estimate_play_their_own(pool: EnvironmentPool) -> None:
+    def games(seed: int, source: Source) -> set[tuple[int, ...]]:
+        engine = ScriptedEngine(lambda request, turn: Sample((5, 6), (-0.1, -0.1), True, 0, 0))
+        group = conversation_group("drawn", ConversationSetup(), samples=4, seed=seed)
+        group.source = source
+        found = start_episodes(assignment(engine), pool, group, None, alone=False).result(20).trajectories
+        assert len({each.seed for each in found}) == len(found) == 4, "each is sampled by its own seed"
+        return {tuple(each.prompt_token_ids) for each in found}
+
+    assert len(games(1, SOURCE_ONLINE)) == 1
+    assert games(1, SOURCE_ONLINE) != games(2, SOURCE_ONLINE)
+    assert len(games(1, SOURCE_UNSPECIFIED)) == len(games(1, SOURCE_REFERENCE)) == 4
 
 
 def test_a_turn_that_cannot_be_asked_for_ends_its_group_and_leaves_nobody_waiting(

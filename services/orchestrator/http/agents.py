@@ -192,7 +192,7 @@ def _lease_view(request: Request, leased: Leased) -> api.EpisodeLease:
         arguments=dict(leased.harness.arguments),
         problem_id=leased.session.problem_id,
         statement=leased.statement,
-        seed=leased.session.seed,
+        seed=leased.seed,
         reward=leased.harness.reward,
         session=grant_of(request, leased.session, leased.opened),
     )

@@ -473,9 +473,11 @@ class TextGame:
     """Guess a number between `low` and `high` in at most `guesses` actions, whose last number is the guess."""
 
     def begin(self, setup: Setup, seed: int) -> Reply:
-        """The rules; the seed decides the number."""
+        """The rules; the number is the problem's, where its arguments have one, or else decided by the seed."""
         low, high, guesses = _rules(setup)
-        number = random.Random(seed).randint(low, high)
+        number = setup.problem.get("arguments", {}).get("number", random.Random(seed).randint(low, high))
+        if type(number) is not int:
+            raise bad_argument("number", "must be a whole number")
         rules = setup.text("rules", f"Guess a whole number from {low} to {high}. You have {guesses} guesses.")
         return Reply(rules, {"number": number, "used": 0}, verdict=_lost("no guess was right"))
 

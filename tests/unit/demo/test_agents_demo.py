@@ -8,57 +8,76 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from services.verifier.environments.service import Setup, TextGame
 from spo.demo.agents import AgentsRun, job_document, together, wilson
-from spo.demo.guess import ASKED, LOWER, is_right, play
+from spo.demo.guess import LOWER, Game, game_of, is_right, play
 from spo.demo.guess_model import build_guess_model, build_tokenizer, game
 from spo.spec.job_spec import parse_job_spec
-from spo.tasks.records import read_jsonl
+from spo.tasks.load import load_tasks
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED
 
 
-def test_the_job_is_one_that_agents_play(tmp_path: Path) -> None:
-    spec = parse_job_spec(job_document(tmp_path, AgentsRun(seed=3)))
+@pytest.mark.parametrize("real", [False, True])
+def test_the_job_is_one_that_agents_play(tmp_path: Path, real: bool) -> None:
+    run = AgentsRun(seed=3, real=real)
+    spec = parse_job_spec(job_document(tmp_path, run))
     assert spec.tasks.harness is not None
     assert (spec.tasks.harness.name, spec.seed) == ("guess", 3)
     rows = (tmp_path / "games.jsonl").read_text().splitlines()
     assert len(set(rows)) == 64
+    assert not real or not {*run.games()} & {*run.trial_games()}, "no sum is both trained on and held out"
+    assert real or [game_of(statement).number for statement in run.trial_games()] == [*range(1, 9)] * 25
+    assert run.games() != AgentsRun(seed=4, real=real).games()
+    assert run.trial_games() == AgentsRun(seed=4, real=real).trial_games()
 
 
-def test_the_same_job_is_played_by_an_environment_whose_words_are_the_programs(tmp_path: Path) -> None:
-    spec = parse_job_spec(job_document(tmp_path, AgentsRun(seed=3, played_by="environment")))
+@pytest.mark.parametrize("real", [False, True])
+def test_the_same_job_is_played_by_an_environment_whose_words_are_the_programs(tmp_path: Path, real: bool) -> None:
+    run = AgentsRun(seed=3, played_by="environment", real=real)
+    spec = parse_job_spec(job_document(tmp_path, run))
     assert spec.tasks.harness is None
-    assert spec.tasks.environment is not None
-    (problem,) = read_jsonl(tmp_path / "games.jsonl")
-    assert problem.statement == ASKED
-    game, setup = TextGame(), Setup(spec.tasks.environment.arguments)
-    assert game.begin(setup, 0).text == "", "the statement is all that is shown before the first guess"
-    for number, guesses in itertools.product(range(1, 9), itertools.product(["1", "4", "8", "x"], repeat=3)):
-        heard, won = by_program(number, guesses)
-        state: dict[str, Any] = {"number": number, "used": 0}
-        for guess, answer in zip(guesses, [*heard, None], strict=False):
-            reply = game.step(setup, state, guess)
-            state = reply.state
-            assert (reply.done, reply.text) == (answer is None, answer or "")
-        assert reply.verdict is not None
-        assert (reply.verdict.outcome == OUTCOME_ACCEPTED) is won
+    problems = load_tasks(spec.tasks).train
+    numbers = {game_of(statement) for statement in run.games()}
+    assert {problem.statement for problem in problems} == {game.asked for game in numbers}
+    for problem in problems:
+        setup = Setup(**{name: json.loads(problem.environment_json)[name] for name in ("arguments", "problem")})
+        begun = TextGame().begin(setup, 0)
+        assert begun.text == "", "the statement is all that is shown before the first guess"
+        (played,) = (
+            each for each in numbers if (each.asked, each.number) == (problem.statement, begun.state["number"])
+        )
+        right = str(played.number)
+        for guesses in itertools.product(["1", "4", "999", "x", f" 2 or {right}"], repeat=3):
+            heard, won = by_program(played, guesses)
+            state = begun.state
+            for guess, answer in zip(guesses, [*heard, None], strict=False):
+                reply = TextGame().step(setup, state, guess)
+                state = reply.state
+                assert (reply.done, reply.text) == (answer is None, answer or "")
+            assert reply.verdict is not None
+            assert (reply.verdict.outcome == OUTCOME_ACCEPTED) is won
 
 
-def by_program(number: int, guesses: Sequence[str]) -> tuple[list[str], bool]:
+def by_program(game: Game, guesses: Sequence[str], ends: str = "stop") -> tuple[list[str], bool]:
     """What the program tells a policy that guesses so, and whether it has won then."""
     heard: list[list[str]] = []
 
     def create(messages: list[dict[str, str]], **_: object) -> SimpleNamespace:
         heard.append([said["content"] for said in messages[1:] if said["role"] == "user"])
-        return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=guesses[len(heard) - 1]))])
+        message = SimpleNamespace(content=guesses[len(heard) - 1])
+        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=ends)])
 
     client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-    won = is_right(play(client, number), number)  # type: ignore[arg-type]
+    won = is_right(play(client, game), game.number)  # type: ignore[arg-type]
     return heard[-1], won
+
+
+def test_an_answer_that_has_no_end_loses_the_game() -> None:
+    assert by_program(game_of("20 + 22 ="), ["42", "42", "42"], ends="length") == ([], False)
+    assert by_program(game_of("20 + 22 ="), ["41", "42"]) == (["higher: 20 + 22 ="], True)
 
 
 def test_one_player_in_four_bisects_and_wins_what_bisection_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +85,7 @@ def test_one_player_in_four_bisects_and_wins_what_bisection_wins(monkeypatch: py
         monkeypatch.setattr("spo.demo.guess_model.SHARE", share)
         generator = random.Random(0)
         games = [(number, game(number, generator)) for number in range(1, 9) for _ in range(500)]
-        return sum(is_right([guess for guess, _ in played], number) for number, played in games) / len(games)
+        return sum(is_right([int(guess) for guess, _ in played], number) for number, played in games) / len(games)
 
     assert won(1.0) == pytest.approx(7 / 8, abs=0.02)
     assert won(0.0) == pytest.approx(1 - (7 / 8) ** 3, abs=0.03)
@@ -94,7 +113,7 @@ def test_a_share_has_an_interval_that_holds_it() -> None:
     low, high = wilson(100, 200)
     assert (low, high) == (pytest.approx(0.4314, abs=1e-3), pytest.approx(0.5686, abs=1e-3))
     assert wilson(0, 200)[0] == 0
-    assert is_right(["4", "2"], 2)
+    assert is_right([4, 2], 2)
 
 
 def test_the_games_of_all_seeds_are_one_share_with_one_interval() -> None:
@@ -108,7 +127,7 @@ def test_the_games_of_all_seeds_are_one_share_with_one_interval() -> None:
 def test_a_run_is_not_done_again_where_its_report_is(tmp_path: Path) -> None:
     run = AgentsRun(seed=1, played_by="environment")
     assert run.stored(tmp_path) is None
-    report = {"run": {"seed": 1, "steps": run.steps, "trials": run.trials, "played_by": "environment"}}
+    report = {"run": {"seed": 1, "steps": run.steps, "trials": run.trials, "played_by": "environment", "real": False}}
     for state, found in (("failed", None), ("succeeded", {**report, "state": "succeeded"})):
         (tmp_path / "report.json").write_text(json.dumps({**report, "state": state}))
         assert run.stored(tmp_path) == found

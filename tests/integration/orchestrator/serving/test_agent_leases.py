@@ -154,6 +154,15 @@ def test_a_job_whose_episodes_no_runner_asks_for_says_so_until_one_does(played: 
     assert not any("wait for a runner" in wait for wait in waits())
 
 
+def test_episodes_of_a_group_are_told_one_seed_and_sampled_by_their_own(played: Played) -> None:
+    leases = played.lease(2)
+
+    # What a program draws by it is one game, in which the group's episodes are compared.
+    assert [lease["seed"] for lease in leases] == [3, 3]
+    sessions = played.context.agent_sessions.of_job(played.job_id, 10)
+    assert len({session.seed for session, _ in sessions}) == 2
+
+
 @pytest.mark.parametrize("score", [None, f"{sys.executable} -c print(0.25)"])
 def test_an_unmodified_program_plays_episodes_that_become_rollouts_token_for_token(
     counter: Counter, tmp_path: Path, score: str | None
