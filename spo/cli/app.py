@@ -275,13 +275,18 @@ def agents_demo(
         int,
         typer.Option(min=0, help="So many seeds, each beside the built-in game; goes on where it was ended."),
     ] = 0,
+    *,
     real: Annotated[bool, typer.Option("--real", help="SmolLM2-135M guesses sums; fetches 93 MB once.")] = False,
+    age: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="With --seeds: by the oldest episode, in versions, in place of the program."),
+    ] = None,
 ) -> None:
     """A program with the package openai guesses numbers, and a policy learns from it; runs/agents-demo/report.json."""
     from spo.demo.agents import run_agents_demo, run_agents_seeds
 
     if seeds:
-        run_agents_seeds(seeds, real=real)
+        run_agents_seeds(seeds, real=real, ages=age or ())
     else:
         run_agents_demo(seed, real=real)
 

@@ -41,23 +41,13 @@ def write_addition_tasks(file: Path) -> None:
 
 
 def _rows() -> Iterator[dict[str, object]]:
-    for first, second in sums():
-        statement = f"{example()}{question(first, second)}"
-        yield {"statement": statement, "answer": {"expected": [str(first + second)]}}
-
-
-def sums() -> Iterator[tuple[int, int]]:
-    """Each sum once, but for the example; the same ones every time."""
     order = random.Random(SEED)
     for pair in combinations_with_replacement(range(10, 100), 2):
-        if pair != EXAMPLE:
-            first, second = order.sample(pair, 2)
-            yield first, second
-
-
-def example() -> str:
-    """A line with a sum that is solved."""
-    return f"{question(*EXAMPLE)} {sum(EXAMPLE)}\n"
+        if pair == EXAMPLE:
+            continue
+        first, second = order.sample(pair, 2)
+        statement = f"{question(*EXAMPLE)} {sum(EXAMPLE)}\n{question(first, second)}"
+        yield {"statement": statement, "answer": {"expected": [str(first + second)]}}
 
 
 def question(first: int, second: int) -> str:

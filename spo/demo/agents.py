@@ -8,7 +8,7 @@ Success is that of games against the first and the last weights, played by the s
 never trained on; where the intervals overlap the report says that no learning is shown.
 
 With several seeds each is run twice, once played by the program and once by the environment `text_game` in the same
-words; runs that have a report are not run again.
+words, or with `--age` once for each age that episodes may have; runs that have a report are not run again.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from spo.api.platform import JsonObject, ReadJson
 from spo.client import Client
 from spo.client.models import Job, SessionCall
 from spo.console import ExitCode, console
 from spo.demo import guess
-from spo.demo.addition import MODEL as SMOLLM2, example, question, sums
+from spo.demo.addition import MODEL as SMOLLM2, question
 from spo.demo.demo import LONGEST_DEMO_SECONDS, MODEL_SECONDS, PLAIN_EVERY_SECONDS
 from spo.errors import NotReady, PreconditionFailed
 from spo.local.launcher import LauncherSettings, LocalPlatform, signals_interrupt
@@ -76,7 +76,11 @@ JOB: JsonObject = {
         "steps": STEPS,
         "batch_size": 64,
         "micro_batch_size": 64,
-        "learning_rate": 5e-4,
+        # At 5e-4, and without a fall, two runs of three lost half of what they had learnt within four steps, and more
+        # than once; the last weights may then be of such a dip.
+        "learning_rate": 2e-4,
+        "learning_rate_schedule": "linear",
+        "learning_rate_floor": 0.1,
         "adam_betas": [0.9, 0.98],
         "weight_decay": 0.0,
         "warmup_steps": 5,
@@ -88,25 +92,32 @@ JOB: JsonObject = {
 
 
 # What a job of SmolLM2 has otherwise.
-REAL_STEPS = 24
+REAL_STEPS = 16
+# Sums of a number of two digits and one of one: pi0 is right with one in three, and nothing is rewarded by chance.
+EXAMPLE = (27, 5)
 REAL_JOB: JsonObject = {
     "model": {
         "dtype": "bfloat16",
         "max_prompt_tokens": 32,
         "max_response_tokens": 40,
-        "chat": {"system": example()},
+        "chat": {"system": f"{question(*EXAMPLE)} {sum(EXAMPLE)}\n"},
         "stop": ["\n"],
     },
     "replay": {"samples_per_insert": 3.0},
     "trainer": {
-        **{"batch_size": 32, "micro_batch_size": 16, "learning_rate": 2e-5, "warmup_steps": 3, "update_interval": 2},
+        **{"batch_size": 32, "micro_batch_size": 16, "learning_rate": 2e-5, "warmup_steps": 2, "update_interval": 2},
         "activation_checkpointing": False,
     },
     # Of 135 million parameters: some hundred is usual here, and clipped.
     "collapse_guard": {"grad_norm": 10000.0},
 }
+# Of jobs that are compared by the age of their episodes, which are many: the environment plays them, at little cost.
+AGED_SAMPLES_PER_INSERT = 2.0
 # So small a model rambles in its chat format. After an example in lines it answers in a line, whose end it samples.
 LINES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+PlayedBy = Literal["program", "environment"]
 
 
 @dataclass(frozen=True)
@@ -116,8 +127,26 @@ class AgentsRun:
     seed: int = 0
     steps: int = STEPS
     trials: int = TRIALS
-    played_by: Literal["program", "environment"] = "program"
+    played_by: PlayedBy = "program"
     real: bool = False
+    # Of the oldest episode that is trained on, in versions of the weights, of which each step makes one.
+    age: int | None = None
+
+    @property
+    def side(self) -> str:
+        """What it is compared by with others of its seed."""
+        return self.played_by if self.age is None else f"age-{self.age}"
+
+    def changes(self) -> Mapping[str, JsonObject]:
+        """What its job has otherwise than `JOB`, by section."""
+        if self.age is None:
+            return REAL_JOB if self.real else {}
+        # Drawn with equal chances from a window of so many steps: each as often, at ages from none to the oldest.
+        fresh = {"samples_per_insert": AGED_SAMPLES_PER_INSERT, "error_buffer": JOB["trainer"]["batch_size"]}
+        window = max(1, self.age) * JOB["trainer"]["batch_size"] / AGED_SAMPLES_PER_INSERT
+        replay = {"online_capacity": round(window), "min_online": JOB["trainer"]["batch_size"]}
+        mix = [{**JOB["replay"]["mix"][0], "max_age_versions": self.age}]
+        return {"replay": {**fresh, **replay, "mix": mix}, "trainer": {"update_interval": 1}}
 
     def games(self) -> list[str]:
         """What is played and trained on, as the program's statements."""
@@ -135,13 +164,15 @@ class AgentsRun:
         folder.mkdir(parents=True)
         began = time.monotonic()
         with LocalPlatform(NAME, folder / "state", LauncherSettings()) as platform:
-            build_model(folder / "pi0", self.real)
+            build_model(folder / "pi0", real=self.real)
             platform.wait_until_ready()
             with Client(platform.http_url, retry_seconds=60) as client:
                 job = client.submit(job_document(folder, self))
                 with runner(platform.http_url, folder) if self.played_by == "program" else contextlib.nullcontext():
                     job = follow(client, job)
                 report = self.report(client, job) | {"seconds": round(time.monotonic() - began)}
+                if not self.real:
+                    report["chances"] = chances(folder / "pi0", folder / "state" / "weights" / job.id)
             report["cpu_seconds"] = round(sum(platform.cpu_seconds().values()))
         (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
         return report
@@ -167,6 +198,7 @@ class AgentsRun:
             "job_id": job.id,
             "state": job.state,
             "episodes": len(kept),
+            "staleness": client.metrics(job.id).series.get("staleness"),
             "before": before,
             "after": after,
             "learning_is_shown": after["interval"][0] > before["interval"][1],
@@ -177,8 +209,9 @@ class AgentsRun:
 
 
 def _sums() -> list[str]:
-    """All sums in an order of chance, the same every time."""
-    return random.Random(0).sample(found := [question(*each) for each in sums()], len(found))
+    """All sums but the example in an order of chance, the same every time."""
+    pairs = [(first, second) for first in range(10, 90) for second in range(2, 10) if (first, second) != EXAMPLE]
+    return [question(*each) for each in random.Random(0).sample(pairs, len(pairs))]
 
 
 def run_agents_demo(seed: int = 0, *, real: bool = False) -> None:
@@ -187,37 +220,37 @@ def run_agents_demo(seed: int = 0, *, real: bool = False) -> None:
     require_package()
     with signals_interrupt():
         run = AgentsRun(seed, REAL_STEPS if real else STEPS, real=real)
-        report = run.done((LauncherSettings().runs_path / folder_name(NAME, real)).absolute())
+        report = run.done((LauncherSettings().runs_path / folder_name(NAME, real=real)).absolute())
     console.print(summary(report), markup=False, highlight=False, soft_wrap=True)
     if report["state"] != "succeeded":
         raise SystemExit(ExitCode.JOB_DID_NOT_SUCCEED)
 
 
-def folder_name(name: str, real: bool) -> str:
+def folder_name(name: str, *, real: bool) -> str:
     """Of a demo's folder; that of the real model is another's."""
     return f"{name}-real" if real else name
 
 
-def run_agents_seeds(seeds: int, *, real: bool = False) -> None:
-    """Run each seed twice, played by the program and by the environment, where there is no report of it yet.
+def run_agents_seeds(seeds: int, *, real: bool = False, ages: Sequence[int] = ()) -> None:
+    """Run each seed by the program and by the environment, or once for each age, where there is no report of it yet.
 
     Raises SpoError.
     """
     configure_logs("launcher", level="error", log_format="console")
     require_package()
-    folder = (LauncherSettings().runs_path / folder_name(SEEDS, real)).absolute()
-    reports: dict[str, list[JsonObject]] = {"program": [], "environment": []}
+    folder = (LauncherSettings().runs_path / folder_name(SEEDS, real=real)).absolute()
+    steps = REAL_STEPS if real else STEPS
+    reports: dict[str, list[JsonObject]] = {}
     for seed in range(seeds):
-        for side, done in reports.items():
-            played_by: Literal["program", "environment"] = "program" if side == "program" else "environment"
-            run = AgentsRun(seed, REAL_STEPS if real else STEPS, played_by=played_by, real=real)
-            own = folder / f"{side}-{seed}"
+        runs = [AgentsRun(seed, steps, played_by="environment", real=real, age=age) for age in ages]
+        for run in runs or [AgentsRun(seed, steps, played_by=by, real=real) for by in get_args(PlayedBy)]:
+            own = folder / f"{run.side}-{seed}"
             with signals_interrupt():
                 report = run.stored(own) or run.done(own)
-            console.print(f"{side}, seed {seed}: {summary(report)}", markup=False, highlight=False, soft_wrap=True)
-            done.append(report)
+            console.print(f"{run.side}, seed {seed}: {summary(report)}", markup=False, highlight=False, soft_wrap=True)
+            reports.setdefault(run.side, []).append(report)
     document = {side: together(done) for side, done in reports.items()}
-    (folder / "report.json").write_text(json.dumps(document, indent=2) + "\n")
+    (folder / f"{'ages' if ages else 'report'}.json").write_text(json.dumps(document, indent=2) + "\n")
     console.print_json(data=document)
 
 
@@ -229,7 +262,8 @@ def together(reports: Sequence[JsonObject]) -> JsonObject:
         wins = round(sum(report[name]["won"] * report[name]["games"] for report in reports))
         by_seed = [report[name]["won"] for report in reports]
         sides[name] = {"games": games, "won": wins / games, "interval": wilson(wins, games), "by_seed": by_seed}
-    return sides | {"episodes": [report["episodes"] for report in reports]}
+    told = ("episodes", "chances", "staleness")
+    return sides | {name: [report[name] for report in reports] for name in told if name in reports[0]}
 
 
 def trained(client: Client, job: Job, trees: Sequence[Sequence[SessionCall]]) -> float | None:
@@ -261,7 +295,7 @@ def require_package() -> None:
         ) from None
 
 
-def build_model(folder: Path, real: bool = False) -> None:
+def build_model(folder: Path, *, real: bool = False) -> None:
     """Make pi0, in a process of its own, or copy SmolLM2 with a template of lines. Raises NotReady."""
     cache = PlatformSettings().state_path.absolute() / "cache" / "models"
     makes = ["spo.demo.reference_model", str(cache), SMOLLM2] if real else ["spo.demo.guess_model", str(folder)]
@@ -274,15 +308,25 @@ def build_model(folder: Path, real: bool = False) -> None:
         (folder / "chat_template.jinja").write_text(LINES)
 
 
+def chances(pi0: Path, versions: Path) -> JsonObject:
+    """The chance to win of each version of the weights, reckoned and not played. Raises NotReady."""
+    command = [sys.executable, "-m", "spo.demo.guess_model", str(pi0), str(versions)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=MODEL_SECONDS, check=False)
+    if found.returncode != 0:
+        raise NotReady(f"no chances were reckoned: {found.stderr[-2000:]}")
+    reckoned: JsonObject = json.loads(found.stdout)
+    return reckoned
+
+
 def job_document(folder: Path, run: AgentsRun) -> JsonObject:
     """The job, with its games and its model where they are."""
     games = [guess.game_of(statement) for statement in run.games()]
-    document: JsonObject = {name: {**JOB.get(name, {}), **part} for name, part in REAL_JOB.items()} if run.real else {}
-    document = {**JOB, **document, "seed": run.seed}
+    changed = {name: {**JOB.get(name, {}), **part} for name, part in run.changes().items()}
+    document: JsonObject = {**JOB, **changed, "seed": run.seed}
     tasks: JsonObject = {**JOB["tasks"], "path": str(folder / "games.jsonl")}
     if run.played_by == "environment":
         del tasks["harness"]
-        tasks["environment"] = environment(run.real)
+        tasks["environment"] = environment(real=run.real)
     statements = run.games() if run.played_by == "program" else [game.asked for game in games]
     rows = [
         {"statement": statement, "answer": {"expected": [str(game.number)]}, "arguments": {"number": game.number}}
@@ -294,7 +338,7 @@ def job_document(folder: Path, run: AgentsRun) -> JsonObject:
     return {**document, "model": model, "tasks": tasks, "trainer": trainer}
 
 
-def environment(real: bool) -> JsonObject:
+def environment(*, real: bool) -> JsonObject:
     """The program's game in its own words; before its first guess the policy is shown the statement alone."""
     game = guess.Game("", 0, "higher: {statement}", "lower: {statement}") if real else guess.Game(guess.ASKED, 0)
     arguments = {"low": 1, "high": 8, "guesses": guess.GUESSES, "rules": ""}

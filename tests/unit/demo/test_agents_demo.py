@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from services.verifier.environments.service import Setup, TextGame
 from spo.demo.agents import AgentsRun, job_document, together, wilson
-from spo.demo.guess import LOWER, Game, game_of, is_right, play
-from spo.demo.guess_model import build_guess_model, build_tokenizer, game
+from spo.demo.guess import HIGHER, LOWER, Game, game_of, is_right, play
+from spo.demo.guess_model import build_guess_model, build_tokenizer, chance, chances, game
 from spo.spec.job_spec import parse_job_spec
 from spo.tasks.load import load_tasks
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED
@@ -61,6 +63,18 @@ def test_the_same_job_is_played_by_an_environment_whose_words_are_the_programs(t
             assert (reply.verdict.outcome == OUTCOME_ACCEPTED) is won
 
 
+def test_jobs_that_are_compared_by_age_differ_in_the_window_of_their_episodes_alone(tmp_path: Path) -> None:
+    fresh, old = (
+        parse_job_spec(job_document(tmp_path, AgentsRun(played_by="environment", age=age))) for age in (2, 20)
+    )
+    assert [spec.replay.mix[0].max_age_versions for spec in (fresh, old)] == [2, 20]
+    # Two rows of each episode, and 64 of a step: 32 episodes come with each version.
+    assert [spec.replay.online_capacity for spec in (fresh, old)] == [64, 640]
+    same = {"mix": old.replay.mix, "online_capacity": old.replay.online_capacity}
+    assert fresh.model_copy(update={"replay": fresh.replay.model_copy(update=same)}) == old
+    assert fresh.trainer.update_interval == 1
+
+
 def by_program(game: Game, guesses: Sequence[str], ends: str = "stop") -> tuple[list[str], bool]:
     """What the program tells a policy that guesses so, and whether it has won then."""
     heard: list[list[str]] = []
@@ -90,6 +104,44 @@ def test_one_player_in_four_bisects_and_wins_what_bisection_wins(monkeypatch: py
     assert won(1.0) == pytest.approx(7 / 8, abs=0.02)
     assert won(0.0) == pytest.approx(1 - (7 / 8) ** 3, abs=0.03)
     assert won(0.25) == pytest.approx(0.25 * 7 / 8 + 0.75 * (1 - (7 / 8) ** 3), abs=0.03)
+
+
+@pytest.mark.parametrize(("player", "wins"), [("bisects", 7 / 8), ("at random", 1 - (7 / 8) ** 3), ("always 3", 1 / 8)])
+def test_the_chance_to_win_is_that_of_all_games(player: str, wins: float) -> None:
+    numbers = build_tokenizer().get_vocab()
+    guesses = [numbers[str(number)] for number in range(1, 9)]
+
+    def logits(said: list[int]) -> torch.Tensor:
+        likely = torch.full((len(numbers),), -1e9)
+        low, high = 1, 8
+        for guess, answer in zip(said[3::4], said[5::4], strict=False):
+            number = guesses.index(guess) + 1
+            low, high = (number + 1, high) if answer == numbers[HIGHER] else (low, number - 1)
+        if said[-1] != numbers["<turn>"]:
+            likely[numbers["<eos>"]] = 0
+        elif player == "at random":
+            likely[guesses] = 0
+        else:
+            likely[numbers["3" if player == "always 3" else str((low + high) // 2)]] = 0
+        return likely
+
+    def model(input_ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=torch.stack([logits(said)[None] for said in input_ids.tolist()]))
+
+    assert chance(model, numbers) == pytest.approx(wins, abs=1e-5)  # type: ignore[arg-type]
+
+
+def test_the_chance_of_each_version_is_reckoned_from_its_own_weights(tmp_path: Path) -> None:
+    for steps in (1, 60):
+        build_guess_model(tmp_path / str(steps), steps=steps)
+    version = tmp_path / "versions" / "00000003"
+    version.mkdir(parents=True)
+    shutil.copy(tmp_path / "60" / "model.safetensors", version)
+
+    found = chances(tmp_path / "1", tmp_path / "versions")
+
+    assert list(found) == [0, 3]
+    assert found[3] == chances(tmp_path / "60", tmp_path / "versions")[0] > 2 * found[0]
 
 
 def test_what_is_said_in_a_game_is_written_as_it_was_when_pi0_learnt_it() -> None:
@@ -127,7 +179,7 @@ def test_the_games_of_all_seeds_are_one_share_with_one_interval() -> None:
 def test_a_run_is_not_done_again_where_its_report_is(tmp_path: Path) -> None:
     run = AgentsRun(seed=1, played_by="environment")
     assert run.stored(tmp_path) is None
-    report = {"run": {"seed": 1, "steps": run.steps, "trials": run.trials, "played_by": "environment", "real": False}}
+    report = {"run": json.loads(json.dumps(vars(run)))}
     for state, found in (("failed", None), ("succeeded", {**report, "state": "succeeded"})):
         (tmp_path / "report.json").write_text(json.dumps({**report, "state": state}))
         assert run.stored(tmp_path) == found
