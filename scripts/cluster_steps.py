@@ -6,6 +6,7 @@ that the job goes on and the ledger is right is asked by the caller, after each 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -37,6 +38,8 @@ ROLLED = ("inference", "sandbox-judge", "verifier", "replay-buffer", "value-esti
 COMPONENT = "app.kubernetes.io/component"
 # A step that this cluster cannot do says so with these words, and is no fault survived.
 NOT_HERE = "not done: "
+# What inference says once torch and vLLM are imported, and once its engine has the job's weights.
+LOGGED = {"building the engine": "imported", "weights loaded": "loaded"}
 FULL_SECONDS, START_SECONDS, COMMAND_SECONDS = 45.0, 1200, 900
 REQUESTS_A_SECOND = 20
 # Takes memory that belongs to no process, until the kernel kills the largest one of the container: the service.
@@ -136,16 +139,31 @@ print(json.dumps({"said": done.stderr[-500:], "rows": rows}))
 
 
 def phases(pods: list[dict[str, Any]]) -> str:
-    """Seconds from a pod's creation until it was scheduled, its container started and it was ready; the slowest pod."""
+    """Seconds from a pod's creation until it was scheduled, its container started and it was ready; the slowest pod.
+
+    A pod may have `events`: what its log says and when, which come between.
+    """
     slowest: dict[str, float] = {}
     for pod in pods:
         made = datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
         at = {each["type"]: each["lastTransitionTime"] for each in pod["status"]["conditions"]}
         started = [each["state"]["running"]["startedAt"] for each in pod["status"]["containerStatuses"]]
-        for name, when in (("scheduled", at["PodScheduled"]), ("started", max(started)), ("ready", at["Ready"])):
+        told = [(name, when) for event, name in LOGGED.items() for when in [pod.get("events", {}).get(event)] if when]
+        known = [("scheduled", at["PodScheduled"]), ("started", max(started)), *told, ("ready", at["Ready"])]
+        for name, when in known:
             seconds = (datetime.fromisoformat(when) - made).total_seconds()
             slowest[name] = max(slowest.get(name, 0.0), seconds)
     return ", ".join(f"{name} after {seconds:.0f} s" for name, seconds in slowest.items())
+
+
+def first_events(log: str) -> dict[str, str]:
+    """When each event is first told in a log of JSON lines."""
+    found: dict[str, str] = {}
+    for line in log.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            told = json.loads(line)
+            found.setdefault(told["event"], told["timestamp"])
+    return found
 
 
 def scaled(story: Story, job: TrainingJob, replicas: int) -> str:
@@ -155,6 +173,8 @@ def scaled(story: Story, job: TrainingJob, replicas: int) -> str:
     job.served_by(replicas)
     new = [pod for pod in story.pods("inference") if pod["metadata"]["uid"] not in before]
     took = f"all serve after {time.monotonic() - began:.0f} s"
+    for pod in new:
+        pod["events"] = first_events(story.kubectl("logs", pod["metadata"]["name"]))
     return f"new pods {phases(new)}; {took}" if new else took
 
 
@@ -335,9 +355,9 @@ def strangers_answers(said: dict[str, str]) -> str:
     reached = sorted(
         service for service, answer in said.items() if answer in ("UNAUTHENTICATED", "AuthenticationError")
     )
-    if reached:
-        return f"no plugin keeps it from {len(reached)} of {len(said)}, which refuse it for want of a token or password"
-    return f"none of {len(said)} is reached"
+    others = [f"{service}: {answer}" for service, answer in sorted(said.items()) if service not in reached]
+    words = f"{len(reached)} of {len(said)} are reached, and refuse it for want of a token or password"
+    return "; ".join([words if reached else "none is reached", *others])
 
 
 def judged(story: Story) -> str:
