@@ -141,8 +141,8 @@ hashes:  ## Write constraints/hashed, from which the images install (CPU_WHEELS=
 images-test:  ## Build the images and look into each as a pod would run it (ENGINE=docker or podman, IMAGES="judge light", BUILD=no)
 	@ENGINE='$(ENGINE)' IMAGES='$(IMAGES)' python3 scripts/images_test.py
 
-cluster-test:  ## The story of docs/kubernetes.md on any cluster (KUBECONFIG=file, VALUES=file of images, NAMESPACE, STEPS)
-	@KUBECONFIG='$(KUBECONFIG)' VALUES='$(VALUES)' NAMESPACE='$(NAMESPACE)' STEPS='$(STEPS)' python3 scripts/cluster_test.py
+cluster-test:  ## The story of docs/kubernetes.md on any cluster (KUBECONFIG=file, VALUES=file of images, NAMESPACE, STEPS, ONLY=steps, NODE_RESTART=command)
+	@KUBECONFIG='$(KUBECONFIG)' VALUES='$(VALUES)' NAMESPACE='$(NAMESPACE)' STEPS='$(STEPS)' ONLY='$(ONLY)' NODE_RESTART='$(NODE_RESTART)' python3 scripts/cluster_test.py
 
 compose-test:  ## Build the images, run the demo job in docker compose, kill and scale inference on the way
 	@bash scripts/compose_test.sh

@@ -188,7 +188,7 @@ def killed(story: Story, role: str) -> str:
 def evicted(story: Story, role: str) -> str:
     """One pod of a role evicted, with the grace it asks for."""
     before = story.uids(role)
-    pod = story.pods(role)[0]["metadata"]
+    [pod] = [each["metadata"] for each in story.pods(role) if each["metadata"]["uid"] == min(before)]
     if not evict(story, pod["name"]):
         raise SystemExit(f"the eviction of {pod['name']} is refused though all of {role} are ready")
     return f"ready after {story.replaced(role, {pod['uid']}, len(before)):.0f} s"
@@ -206,8 +206,9 @@ def evict(story: Story, name: str) -> bool:
 
 def budgeted(story: Story) -> str:
     """Two evictions at once of the three rollout pods: the budget lets one go, and the second when that is replaced."""
-    first, second, *_ = (pod["metadata"] for pod in story.pods("inference"))
-    before = len(story.uids("inference"))
+    uids = story.uids("inference")
+    first, second, *_ = (pod["metadata"] for pod in story.pods("inference") if pod["metadata"]["uid"] in uids)
+    before = len(uids)
     if not evict(story, first["name"]):
         raise SystemExit("the first eviction is refused")
     if evict(story, second["name"]):
@@ -333,7 +334,9 @@ def restarted_under_traffic(story: Story, job: TrainingJob) -> str:
 def a_stranger(story: Story) -> str:
     """A pod without our labels and secrets asks every service: it gets nothing."""
     image = story.pods("orchestrator")[0]["spec"]["containers"][0]["image"]
-    program = STRANGER.replace("{service}:7070", RELEASE + "-{service}:7070").replace("'redis',", f"'{RELEASE}-redis',")
+    # The chart has a Service of its own for each way into the orchestrator.
+    place = RELEASE + "-{service.replace('orchestrator', 'orchestrator-grpc')}:7070"
+    program = STRANGER.replace("{service}:7070", place).replace("'redis',", f"'{RELEASE}-redis',")
     story.tried("delete", "pod", "stranger", "--ignore-not-found")
     story.kubectl(
         "run", "stranger", f"--image={image}", "--image-pull-policy=IfNotPresent", "--restart=Never",

@@ -62,8 +62,12 @@ streams = (redis_keys.prompts(job), redis_keys.rollouts(), redis_keys.verifier_r
 dead = sum(store.xlen(redis_keys.dead_letters(stream)) for stream in (*streams, redis_keys.estimates()))
 print(json.dumps({"online": sum(online.values()), "doubled": sum(online.values()) - len(online), "dead": dead}))
 """
-# What a release may leave in its namespace: the claims that are kept, and that of a StatefulSet.
-STAYS = {f"persistentvolumeclaim/{RELEASE}-models", f"persistentvolumeclaim/redis-{RELEASE}-redis-0"}
+# What a release may leave: the claims that are kept, that of a StatefulSet, and the pod of `helm test`.
+STAYS = {
+    f"persistentvolumeclaim/{RELEASE}-models",
+    f"persistentvolumeclaim/redis-{RELEASE}-redis-0",
+    f"pod/{RELEASE}-test",
+}
 KINDS = "all,pvc,secret,configmap,serviceaccount,role,rolebinding,networkpolicy,pdb,ingress,hpa"
 
 
@@ -90,6 +94,11 @@ def waiting(pods: list[dict[str, Any]]) -> list[str]:
                         reasons.append(f"{container['name']}: {state['reason']} {state.get('message', '')}".strip())
         found.append(f"{name}: {'; '.join(reasons) or status.get('phase', 'unknown')}")
     return found
+
+
+def leaves(pod: dict[str, Any]) -> bool:
+    """Whether a pod is on its way out: it drains, and another takes its place."""
+    return "deletionTimestamp" in pod["metadata"]
 
 
 @dataclass
@@ -128,8 +137,8 @@ class Story:
         return list(json.loads(done.stdout)["items"]) if done.returncode == 0 else []
 
     def uids(self, role: str) -> set[str]:
-        """Of the pods of a role."""
-        return {pod["metadata"]["uid"] for pod in self.pods(role)}
+        """Of the pods of a role that are not on their way out."""
+        return {pod["metadata"]["uid"] for pod in self.pods(role) if not leaves(pod)}
 
     def replaced(self, role: str, gone: set[str], count: int | None = None) -> float:
         """Wait until none of these pods is there and as many as before are ready; the seconds that took."""
@@ -138,7 +147,8 @@ class Story:
         def reached() -> bool:
             pods = self.pods(role)
             left = gone & {pod["metadata"]["uid"] for pod in pods}
-            return not left and len(pods) >= wanted and not waiting(pods)
+            staying = [pod for pod in pods if not leaves(pod)]
+            return not left and len(staying) >= wanted and not waiting(staying)
 
         self.until(reached, f"{role}: {wanted} pods ready", START_SECONDS)
         return time.monotonic() - began
@@ -221,7 +231,9 @@ class Story:
         """Take the release away. Exits when it leaves more than the claims that it keeps."""
         self.run("helm", "uninstall", RELEASE, "-n", self.namespace, "--wait")
         named = f"app.kubernetes.io/instance={RELEASE}"
-        self.until(lambda: not self.pods(), "no pod is left", START_SECONDS)
+        runs = ("Pending", "Running", "Unknown")
+        gone: Callable[[], bool] = lambda: not [pod for pod in self.pods() if pod["status"]["phase"] in runs]  # noqa: E731
+        self.until(gone, "no pod is left that runs", START_SECONDS)
         left = set(self.kubectl("get", KINDS, "-l", named, "-o", "name").split())
         if left - STAYS:
             raise SystemExit(f"the release leaves {sorted(left - STAYS)}")

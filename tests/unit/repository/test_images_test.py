@@ -172,6 +172,27 @@ def test_a_pod_that_waits_is_named_with_its_cause(
     assert cluster.waiting(pods) == words
 
 
+def a_pod(uid: str, ready: str = "True", **metadata: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": uid, "uid": uid, **metadata},
+        "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": ready}]},
+    }
+
+
+def test_a_pod_that_drains_is_not_waited_for(cluster: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    draining = a_pod("a", "False", deletionTimestamp="2026-11-29T14:18:00Z")
+    told = [[draining, a_pod("b", "False")], [draining, a_pod("b")]]
+    story = cluster.Story("none", [])
+    monkeypatch.setattr(story, "pods", lambda role="": told.pop(0) if len(told) > 1 else told[0])
+    monkeypatch.setattr(cluster, "POLL_SECONDS", 0.01)
+    assert story.uids("inference") == {"b"}
+    # It comes back once b is ready, whether a is still there or not; not while a pod that was to go is.
+    story.replaced("inference", set())
+    monkeypatch.setattr(cluster, "START_SECONDS", 0.05)
+    with pytest.raises(SystemExit, match="inference: 1 pods ready"):
+        story.replaced("inference", {"a"})
+
+
 def test_the_steps_are_a_table(cluster: ModuleType) -> None:
     assert cluster.table([("install", 61.6, ""), ("end", 5, "ok")]).splitlines()[2:] == [
         "| install | 62 |  |",
