@@ -265,9 +265,15 @@ class Answers(BaseHTTPRequestHandler):
         """Nothing: standard error is the test's."""
 
 
+class Crowded(ThreadingHTTPServer):
+    """Takes as many at once as a busy machine lets come together."""
+
+    request_queue_size = 256
+
+
 @pytest.mark.parametrize("model", ["steady", "rolling", "away"])
 def test_the_traffic_counts_every_request(changes: ModuleType, model: str) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    server = Crowded(("127.0.0.1", 0), Answers)
     Thread(target=server.serve_forever, daemon=True).start()
     program = changes.TRAFFIC.replace(":8080", f":{server.server_port}")
     asking = subprocess.Popen(
