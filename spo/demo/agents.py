@@ -192,13 +192,15 @@ class AgentsRun:
                 calls.append(client.agents.tree(session.id).calls)
         # Their sessions are the newest ones.
         newest = max(version.version for version in client.weights(job.id))
+        series = client.metrics(job.id).series
         before, after = (trial(client, job.id, version, self.trial_games()) for version in (0, newest))
         return {
             "run": vars(self),
             "job_id": job.id,
             "state": job.state,
             "episodes": len(kept),
-            "staleness": client.metrics(job.id).series.get("staleness"),
+            "rewards": series.get("reward"),
+            "staleness": series.get("staleness"),
             "before": before,
             "after": after,
             "learning_is_shown": after["interval"][0] > before["interval"][1],
@@ -249,8 +251,11 @@ def run_agents_seeds(seeds: int, *, real: bool = False, ages: Sequence[int] = ()
                 report = run.stored(own) or run.done(own)
             console.print(f"{run.side}, seed {seed}: {summary(report)}", markup=False, highlight=False, soft_wrap=True)
             reports.setdefault(run.side, []).append(report)
-    document = {side: together(done) for side, done in reports.items()}
-    (folder / f"{'ages' if ages else 'report'}.json").write_text(json.dumps(document, indent=2) + "\n")
+            # Of what there is so far: the next run may be ended.
+            document = {side: together(done) for side, done in reports.items()}
+            name = "ages" if ages else "report"
+            (folder / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+            draw(reports, folder / f"{name}.png")
     console.print_json(data=document)
 
 
@@ -264,6 +269,36 @@ def together(reports: Sequence[JsonObject]) -> JsonObject:
         sides[name] = {"games": games, "won": wins / games, "interval": wilson(wins, games), "by_seed": by_seed}
     told = ("episodes", "chances", "staleness")
     return sides | {name: [report[name] for report in reports] for name in told if name in reports[0]}
+
+
+def draw(reports: Mapping[str, Sequence[JsonObject]], path: Path) -> None:
+    """A line for each run, in its side's colour: the chance to win, or what was won in training, over the steps."""
+    # Only drawing needs matplotlib, which the light roles do without.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), constrained_layout=True)
+    for number, (side, done) in enumerate(reports.items()):
+        for seed, report in enumerate(done):
+            steps, won = curve(report)
+            axes.plot(steps, won, color=f"C{number}", alpha=0.8, label=None if seed else side)
+    axes.set(xlabel="step", ylabel="games won", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def curve(report: ReadJson) -> tuple[list[float], list[float]]:
+    """Steps, and the share of games won there: the chance of each version, or the mean of batches, four at a time."""
+    steps = report["run"]["steps"]
+    if "chances" in report:
+        last = max(int(version) for version in report["chances"])
+        return [int(version) * steps / last for version in report["chances"]], [*report["chances"].values()]
+    means = [[1 + reward for reward in report["rewards"][at : at + 4]] for at in range(0, steps, 4)]
+    return [4.0 * at + 2 for at in range(len(means))], [sum(each) / len(each) for each in means]
 
 
 def trained(client: Client, job: Job, trees: Sequence[Sequence[SessionCall]]) -> float | None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from services.verifier.environments.service import Setup, TextGame
-from spo.demo.agents import AgentsRun, job_document, together, wilson
+from spo.demo.agents import AgentsRun, curve, draw, job_document, together, wilson
 from spo.demo.guess import HIGHER, LOWER, Game, game_of, is_right, play
 from spo.demo.guess_model import build_guess_model, build_tokenizer, chance, chances, game
 from spo.spec.job_spec import parse_job_spec
@@ -174,6 +174,15 @@ def test_the_games_of_all_seeds_are_one_share_with_one_interval() -> None:
     found = together(reports)
     assert found["after"] == {"games": 200, "won": 0.5, "interval": wilson(100, 200), "by_seed": [0.4, 0.6]}
     assert found["episodes"] == [64, 64]
+
+
+def test_curves_are_chances_by_step_where_they_are_known_and_means_of_batches_where_not(tmp_path: Path) -> None:
+    tiny = {"run": {"steps": 64}, "chances": {"0": 0.4, "8": 0.5, "16": 0.6}}
+    real = {"run": {"steps": 8}, "rewards": [-1, -1, -1, -0.6, -0.5, -0.5, -0.5, -0.5]}
+    assert curve(tiny) == ([0, 32, 64], [0.4, 0.5, 0.6])
+    assert curve(real) == ([2, 6], [pytest.approx(0.1), 0.5])
+    draw({"program": [tiny, tiny], "environment": [tiny]}, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_is_not_done_again_where_its_report_is(tmp_path: Path) -> None:
