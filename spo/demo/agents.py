@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -93,19 +94,20 @@ JOB: JsonObject = {
 
 # What a job of SmolLM2 has otherwise.
 REAL_STEPS = 16
-# Sums of a number of two digits and one of one: pi0 is right with one in three, and nothing is rewarded by chance.
-EXAMPLE = (27, 5)
+# Sums of two digits: pi0 is right with two in five at once, and with three in four where it takes what is likeliest.
+EXAMPLE = (7, 5)
+HELD_OUT_SUMS = 24
 REAL_JOB: JsonObject = {
     "model": {
         "dtype": "bfloat16",
         "max_prompt_tokens": 32,
-        "max_response_tokens": 40,
+        "max_response_tokens": 36,
         "chat": {"system": f"{question(*EXAMPLE)} {sum(EXAMPLE)}\n"},
         "stop": ["\n"],
     },
     "replay": {"samples_per_insert": 3.0},
     "trainer": {
-        **{"batch_size": 32, "micro_batch_size": 16, "learning_rate": 2e-5, "warmup_steps": 2, "update_interval": 2},
+        **{"batch_size": 32, "micro_batch_size": 16, "learning_rate": 3e-5, "warmup_steps": 2, "update_interval": 2},
         "activation_checkpointing": False,
     },
     # Of 135 million parameters: some hundred is usual here, and clipped.
@@ -152,11 +154,13 @@ class AgentsRun:
         """What is played and trained on, as the program's statements."""
         if not self.real:
             return [f"game {game} of {self.seed}: {1 + game % 8}" for game in range(GAMES)]
-        return random.Random(self.seed).sample(_sums()[TRIALS:], GAMES)
+        trained_on = _sums()[HELD_OUT_SUMS:]
+        return random.Random(self.seed).sample(trained_on, len(trained_on))
 
     def trial_games(self) -> list[str]:
-        """What is played and never trained on: each number as often, or sums that are in no job, whatever its seed."""
-        return _sums()[: self.trials] if self.real else [f"trial: {1 + game % 8}" for game in range(self.trials)]
+        """What is played and never trained on: each number as often, or sums that no job trains on."""
+        held_out = _sums()[:HELD_OUT_SUMS] if self.real else [f"trial: {number}" for number in range(1, 9)]
+        return [held_out[game % len(held_out)] for game in range(self.trials)]
 
     def done(self, folder: Path) -> JsonObject:
         """Run it on a platform of its own and write report.json into the folder. Raises SpoError."""
@@ -211,9 +215,10 @@ class AgentsRun:
 
 
 def _sums() -> list[str]:
-    """All sums but the example in an order of chance, the same every time."""
-    pairs = [(first, second) for first in range(10, 90) for second in range(2, 10) if (first, second) != EXAMPLE]
-    return [question(*each) for each in random.Random(0).sample(pairs, len(pairs))]
+    """All sums but the example, each in one order of its terms, in an order of chance; the same every time."""
+    pairs = [pair for pair in combinations_with_replacement(range(1, 10), 2) if pair != tuple(sorted(EXAMPLE))]
+    order = random.Random(0)
+    return [question(*order.sample(pair, 2)) for pair in order.sample(pairs, len(pairs))]
 
 
 def run_agents_demo(seed: int = 0, *, real: bool = False) -> None:
