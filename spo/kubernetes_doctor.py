@@ -305,9 +305,12 @@ def complaints(view: ClusterView) -> list[Complaint]:
     """What the release's objects say is wrong with them now; what an event tells of an object that is well is past."""
     found: list[Complaint] = []
     unwell: set[tuple[str, str]] = set()
+    placed: set[str] = set()
     for pod in view.of_kind("Pod"):
         told = list(_of_pod(pod))
         found += told
+        if pod.status.condition("PodScheduled").status == "True":
+            placed.add(pod.where)
         if pod.status.phase != "Succeeded" and pod.status.condition("Ready").status != "True":
             unwell.add(("Pod", pod.metadata.name))
     for maker in view.of_kind("ReplicaSet", "StatefulSet", "Job"):
@@ -322,7 +325,14 @@ def complaints(view: ClusterView) -> list[Complaint]:
             unwell.add((claim.kind, claim.metadata.name))
             found += _of_class(claim, view.classes.get("storageclasses"))
     found += _of_controllers(view)
-    return found + list(_of_events(view.events, unwell, found))
+    # A scheduler that has tried twice leaves the first try's warning behind.
+    events = [
+        each
+        for each in view.events
+        if each.reason != "FailedScheduling"
+        or f"{each.involved_object.kind.lower()} {each.involved_object.name}" not in placed
+    ]
+    return found + list(_of_events(events, unwell, found))
 
 
 def _of_pod(pod: KubernetesObject) -> Iterator[Complaint]:

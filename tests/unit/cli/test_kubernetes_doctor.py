@@ -208,6 +208,14 @@ def test_what_starts_goes_or_has_come_back_is_no_fault() -> None:
     assert told({**ready(), "status": back}) == [("memory_too_small", "absent")]
 
 
+@pytest.mark.parametrize("placed", ["True", "Unknown"])
+def test_a_pod_that_has_its_place_is_not_blamed_for_the_schedulers_first_try(placed: str) -> None:
+    starting = pod(phase="Running", conditions=[{"type": "PodScheduled", "status": placed}])
+    words = 'running PreBind plugin "VolumeBinding": the object has been modified'
+    events = [event("Pod", "spo-inference-1", "FailedScheduling", words)]
+    assert told(starting, events=events) == ([] if placed == "True" else [("unnamed", "missing")])
+
+
 def test_every_row_of_the_table_has_a_test_and_pods_alike_are_one_finding() -> None:
     others = {"storage_class_missing", "claim_not_shared", "class_missing", "pods_refused", "controller_missing"}
     assert {row.name for row in TABLE} == set(ROWS) | others
