@@ -119,6 +119,8 @@ def test_what_cannot_be_asked_is_refused_with_its_reason(environments: RpcClient
         Talk(environments, "retry_with_errors", setup)
     with pytest.raises(InvalidInput, match="/arguments/guesses"):
         Talk(environments, "text_game", ConversationSetup(arguments={"guesses": 0}))
+    with pytest.raises(InvalidInput, match="/arguments/number"):
+        Talk(environments, "text_game", ConversationSetup(problem={"arguments": {"number": "4"}}))
 
     talk = Talk(environments, "text_game", setup, seed=3)
     state = talk.last.state
