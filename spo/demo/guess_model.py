@@ -169,7 +169,9 @@ def chance(model: LlamaForCausalLM, numbers: dict[str, int]) -> float:
     guesses = [numbers[str(number)] for number in range(1, HIGHEST + 1)]
     hidden_N = torch.arange(HIGHEST)
     # What has been said so far, and of each hidden number the chance that its game gets there.
-    reached = {(numbers[BOS], numbers[ASKED], numbers[TURN]): torch.full((HIGHEST,), 1 / HIGHEST)}
+    reached: dict[tuple[int, ...], torch.Tensor] = {
+        (numbers[BOS], numbers[ASKED], numbers[TURN]): torch.full((HIGHEST,), 1 / HIGHEST)
+    }
     won = 0.0
     for _ in range(GUESSES):
         going_on: dict[tuple[int, ...], torch.Tensor] = {}
