@@ -76,7 +76,7 @@ class BeginRequest(_message.Message):
     """A JSON object: how it is set up for the problem."""
     @_builtins.property
     def seeds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Decide random choices, one per episode."""
+        """Decide random choices, one per episode. Episodes that are compared, those of a rollout's group, have the same."""
 
     def __init__(
         self,
