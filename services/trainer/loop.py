@@ -45,7 +45,7 @@ from services.trainer.settings import Settings
 from services.trainer.weights import NewVersion, run_store, store_weights
 from spo.errors import DELAYING, IntegrityError, NotFound, NotReady, SpoError, StorageUnavailable, storage_faults_named
 from spo.observability import get_logger, lines_concern_run, serve_metrics
-from spo.rpc.client import RpcClient
+from spo.rpc.client import RpcClient, show_token
 from spo.rpc.server import RpcServer
 from spo.service.process import ServiceProcess
 from spo.spec.job_spec import JobSpec, spec_from_json
@@ -100,6 +100,8 @@ def _report_earlier_death(context: TrainerContext, grant: LeaseJobResponse, sett
 def follow_jobs(ranks: Ranks, settings: Settings) -> None:
     """Every other rank: work on the jobs that rank 0 leases, until it stops."""
     grant: LeaseJobResponse | None
+    # Rank 0 has a service's process, which does this.
+    show_token(settings.rpc_token.get_secret_value())
     replay = RpcClient("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
     while (grant := ranks.share(None)) is not None:
         if grant.run_id:

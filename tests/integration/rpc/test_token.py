@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,13 +11,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
 import yaml
 from pydantic import SecretStr
 
+from services.trainer import loop
+from services.trainer.settings import Settings as TrainerSettings
 from spo import observability
 from spo.errors import FieldViolation, InvalidInput, NotFound, Unauthenticated
 from spo.local.launcher import server_command
@@ -26,7 +29,9 @@ from spo.rpc.server import RpcServer
 from spo.service.process import ServiceProcess
 from spo.service.settings import ServiceSettings
 from spo.testing.peers import wait_until
+from spo.testing.runs import RUN, toy_spec
 from spo.v1 import replay_service_pb2 as replay
+from spo.v1.orchestrator_service_pb2 import LeaseJobResponse
 from spo.v1.replay_service_pb2_grpc import ReplayServiceServicer, ReplayServiceStub, add_ReplayServiceServicer_to_server
 from tests.conftest import free_port
 
@@ -153,6 +158,34 @@ def test_a_service_process_asks_for_the_token_of_its_settings_and_shows_it() -> 
     assert observability.HEADER not in servicer.seen[0]
     assert TOKEN not in repr(process.settings)
     process.server.stop(0)
+
+
+class OneJob:
+    """The ranks of a trainer, as one that is not the first sees them: a job, and then the end."""
+
+    def __init__(self) -> None:
+        spec = toy_spec({"model": {"path": "/pi0"}}).model_dump(mode="json")
+        self.grants = [LeaseJobResponse(run_id=RUN, spec_json=json.dumps(spec)), None]
+
+    def share(self, mine: object) -> LeaseJobResponse | None:
+        assert mine is None
+        return self.grants.pop(0)
+
+
+def test_a_trainers_other_ranks_show_the_token_of_their_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only rank 0 is a service's process."""
+    answers: list[int] = []
+
+    def work(ranks: Any, settings: Any, grant: Any, spec: Any, role: Any, attempt: Any) -> None:
+        asked = role._replay.client.call("GetReplayStatus", replay.GetReplayStatusRequest(run_id=grant.run_id), 10)
+        answers.append(asked.duplicates)
+
+    monkeypatch.setattr(loop, "_attempt", lambda *_: None)
+    monkeypatch.setattr(loop, "_work_on", work)
+    with serving(TOKEN) as (_, server):
+        settings = TrainerSettings(replay_buffer_address=server.address, rpc_token=SecretStr(TOKEN))
+        loop.follow_jobs(cast(Any, OneJob()), settings)
+    assert answers == [3]
 
 
 @contextmanager
