@@ -40,11 +40,19 @@ def game_of(statement: str) -> Game:
 
 
 def play(client: openai.OpenAI, game: Game) -> list[int]:
-    """What the model guesses, until it is right, has no guess left, or has not come to an end; 0 is no number."""
+    """What the model guesses, until it is right, has no guess left or no room to come to an end; 0 is no number."""
+    import openai
+
     said: list[Any] = [{"role": "user", "content": game.asked}]
     guesses: list[int] = []
     while len(guesses) < GUESSES:
-        answer = client.chat.completions.create(model="policy", messages=said).choices[0]
+        try:
+            answer = client.chat.completions.create(model="policy", messages=said).choices[0]
+        except openai.BadRequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            # It has said so much that it could not be answered: lost, as in the environment.
+            return [*guesses, 0]
         content = answer.message.content or ""
         found = [] if answer.finish_reason == "length" else NUMBER.findall(content)
         guesses.append(int(found[-1]) if found else 0)
@@ -66,7 +74,7 @@ def main() -> None:
     if sys.argv[1:] == ["score"]:
         print(float(is_right([int(guess) for guess in Path("answer.txt").read_text().split()], game.number)))
         return
-    # A second of processor time, which scoring does without.
+    # In `play`, too, as it is a second of processor time, which scoring does without.
     import openai
 
     print(*play(openai.OpenAI(max_retries=5), game))

@@ -9,7 +9,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import httpx
+import openai
 import pytest
 import torch
 
@@ -93,6 +96,19 @@ def by_program(game: Game, guesses: Sequence[str], ends: str = "stop") -> tuple[
 def test_an_answer_that_has_no_end_loses_the_game() -> None:
     assert by_program(game_of("20 + 22 ="), ["42", "42", "42"], ends="length") == ([], False)
     assert by_program(game_of("20 + 22 ="), ["41", "42"]) == (["higher: 20 + 22 ="], True)
+
+
+def test_an_answer_that_leaves_no_room_for_the_next_loses_the_game_and_other_refusals_do_not() -> None:
+    def client(code: str) -> Any:
+        def refuse(**_: object) -> None:
+            response = httpx.Response(400, request=httpx.Request("POST", "http://session"))
+            raise openai.BadRequestError("refused", response=response, body={"code": code})
+
+        return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=refuse)))
+
+    assert play(client("context_length_exceeded"), game_of("20 + 22 =")) == [0]
+    with pytest.raises(openai.BadRequestError):
+        play(client("invalid_request"), game_of("20 + 22 ="))
 
 
 def test_one_player_in_four_bisects_and_wins_what_bisection_wins(monkeypatch: pytest.MonkeyPatch) -> None:
