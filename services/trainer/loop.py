@@ -91,16 +91,14 @@ def _report_earlier_death(context: TrainerContext, grant: LeaseJobResponse, sett
         context.problem = delay_before(notes, grant.epoch) or context.problem
         return True
     log.warning("the trainer before died", run=grant.run_id, stage=death.stage, step=death.step, reason=death.cause)
-    told = tell_death(context.orchestrator, context.trainer_id, grant, death)
-    if told is not None:
+    if (told := tell_death(context.orchestrator, context.trainer_id, grant, death)) is not None:
         forget_deaths(notes)
     return bool(told)
 
 
 def follow_jobs(ranks: Ranks, settings: Settings) -> None:
-    """Every other rank: work on the jobs that rank 0 leases, until it stops."""
+    """Every other rank: work on the jobs that rank 0 leases, until it stops; with the token that rank 0's process shows."""
     grant: LeaseJobResponse | None
-    # Rank 0 has a service's process, which does this.
     show_token(settings.rpc_token.get_secret_value())
     replay = RpcClient("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
     while (grant := ranks.share(None)) is not None:
