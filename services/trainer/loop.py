@@ -97,7 +97,7 @@ def _report_earlier_death(context: TrainerContext, grant: LeaseJobResponse, sett
 
 
 def follow_jobs(ranks: Ranks, settings: Settings) -> None:
-    """Every other rank: work on the jobs that rank 0 leases, until it stops; with the token that rank 0's process shows."""
+    """Every other rank: work on the jobs that rank 0 leases, until it stops. They show the token as rank 0 does."""
     grant: LeaseJobResponse | None
     show_token(settings.rpc_token.get_secret_value())
     replay = RpcClient("replay-buffer", settings.replay_buffer_address, ReplayServiceStub)
