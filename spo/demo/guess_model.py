@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordPiece
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spo.demo.guess import ASKED, GUESSES, HIGHER, LOWER
+from spo.model.folder import read_tensors
 
 PAD, BOS, TURN, EOS, UNKNOWN = "<pad>", "<bos>", "<turn>", "<eos>", "<unk>"
 HIGHEST = 8
@@ -158,7 +158,7 @@ def chances(folder: Path, versions: Path) -> dict[int, float]:
     found = {0: chance(model, numbers)}
     for version in sorted(versions.iterdir()):
         for shard in version.glob("*.safetensors"):
-            model.load_state_dict(load_file(shard), strict=False)
+            model.load_state_dict(read_tensors(shard), strict=False)
         found[int(version.name)] = chance(model, numbers)
     return found
 
