@@ -173,8 +173,8 @@ class PromptDispatcher:
         self.replay = replay
         self._schedules: dict[str, PromptSchedule] = {}
         self._eligible = EligiblePrompts(jobs)
-        # Of each run: changes of the set of unsolved prompts that were read, and the set in order.
-        self._unsolved: dict[str, tuple[tuple[int, int], list[str]]] = {}
+        # Of each run: what decides which prompts are unsolved, as it was when they were read, and these in order.
+        self._unsolved: dict[str, tuple[tuple[int, int, int], list[str]]] = {}
         # A run whose replay buffer does not answer holds up no other.
         self._steps = JobSteps(self._dispatch_or_fail, "dispatch")
         self._outages: dict[str, Outage] = {}
@@ -310,7 +310,7 @@ class PromptDispatcher:
         if not spec.rollout.unsolved_share:
             return {}
         by_id = self._schedule(job_id, spec).by_id
-        left = self._unsolved_prompts(job_id, spec, by_id)
+        left = self._unsolved_prompts(job_id, spec)
         chosen: dict[int, Problem] = {}
         for index in range(groups):
             draw = random.Random(seed_of(spec.seed, "unsolved", position + index))
@@ -318,21 +318,23 @@ class PromptDispatcher:
                 chosen[index] = by_id[left.pop(draw.randrange(len(left)))]
         return chosen
 
-    def _unsolved_prompts(self, job_id: str, spec: JobSpec, training: Collection[str]) -> list[str]:
+    def _unsolved_prompts(self, job_id: str, spec: JobSpec) -> list[str]:
         """Training prompts that were tried and are unsolved, sorted; read again when one came or went.
 
-        Where answers of earlier jobs count, untried ones that no answer came with are among them: the others cost
-        no rollout.
+        Where answers of earlier jobs count, untried ones that no answer came with are among them, as far as they may
+        be dispatched at all: the others cost no rollout.
         """
         client, outcomes = self.jobs.client, redis_keys.replay_outcomes(job_id)
+        schedule, counts = self._schedule(job_id, spec), bool(spec.replay.memory.also)
         changes = int(client.hget(redis_keys.replay_counters(job_id), "unsolved") or 0)
-        stamp = changes, client.hlen(outcomes) if spec.replay.memory.also else 0
-        read_at, prompts = self._unsolved.get(job_id, ((-1, -1), []))
+        eligible = self._eligible.of(job_id, spec, schedule.problems) if counts else frozenset()
+        stamp = changes, client.hlen(outcomes) if counts else 0, len(eligible)
+        read_at, prompts = self._unsolved.get(job_id, ((-1, -1, -1), []))
         if read_at != stamp:
             found = set(map(bytes.decode, client.smembers(redis_keys.replay_unsolved(job_id))))
-            if spec.replay.memory.also:
-                found.update(set(training) - set(map(bytes.decode, client.hkeys(outcomes))))
-            prompts = sorted(found.intersection(training))
+            if counts:
+                found.update(eligible.difference(map(bytes.decode, client.hkeys(outcomes))))
+            prompts = sorted(found.intersection(schedule.by_id))
             self._unsolved[job_id] = stamp, prompts
         return list(prompts)
 

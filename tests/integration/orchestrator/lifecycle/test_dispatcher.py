@@ -282,6 +282,21 @@ def test_unsolved_prompts_are_left_out_where_the_spec_drops_them(
     assert len({group.prompt.prompt_id for group in groups(context, job_id)}) == PROMPTS // 2
 
 
+def test_untried_prompts_that_the_spec_drops_are_not_chosen_for_want_of_an_answer(
+    context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
+) -> None:
+    document["value"] = {"unsolved": "drop"}
+    document["rollout"]["unsolved_share"] = 1.0
+    document["offline"] = {"human_solutions": True}
+    mix = [{"source": source, "share": share} for source, share in (("online", 0.5), ("memory", 0.25), ("human", 0.25))]
+    document["replay"] = {"mix": mix, "memory": {"also": ["human"]}}
+    job_id = running(context, document, successes=lambda index: index % 2)
+    peers.replay.admissible = PROMPTS * SAMPLES
+    context.dispatcher.dispatch(job_id)
+
+    assert len({group.prompt.prompt_id for group in groups(context, job_id)}) == PROMPTS // 2
+
+
 def test_prompts_that_the_buffer_would_never_serve_are_not_fed(
     context: AppContext, peers: ServiceDoubles, document: dict[str, Any]
 ) -> None:
