@@ -11,6 +11,7 @@ The same processes run under compose and Kubernetes; only addresses differ.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import shutil
@@ -18,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -334,6 +336,8 @@ class LocalPlatform:
     _replicas: LocalReplicas = field(init=False)
     _warm: WarmParent | None = field(default=None, init=False)
     _held: ExitStack = field(default_factory=ExitStack, init=False)
+    # Whether the API may have the port of the settings.
+    _port_is_ours: bool = field(default=True, init=False)
     # Whether a state that cannot be written is still to be said, once for each time that it begins.
     _untold: bool = field(default=True, init=False)
 
@@ -361,10 +365,11 @@ class LocalPlatform:
                 f"the platform {self.name!r} is already running (pid {running['pid']}, {running['http_url']})",
                 code="already_running",
             )
+        url = f"http://127.0.0.1:{self.settings.http_port}"
         with ExitStack() as held:
-            url = f"http://127.0.0.1:{self.settings.http_port}"
             for folder in (self.folder, self.state_path):
                 held.enter_context(launcher_of(folder, self.name, url))
+            self._port_is_ours = held.enter_context(claimed_port(self.settings.http_port))
             self.children = self._plan()
             self._held = held.pop_all()
         # The children have it from their environment.
@@ -455,7 +460,8 @@ class LocalPlatform:
         return "\n".join(lines)
 
     def _plan(self) -> list[Child]:
-        ports = free_ports([*SERVICES, "http", REDIS, "torchrun"], preferred={"http": self.settings.http_port})
+        wanted = {"http": self.settings.http_port} if self._port_is_ours else {}
+        ports = free_ports([*SERVICES, "http", REDIS, "torchrun"], preferred=wanted)
         if "http_port" in self.settings.model_fields_set and ports["http"] != (
             self.settings.http_port or ports["http"]
         ):
@@ -610,6 +616,27 @@ class LocalPlatform:
             "state_path": str(self.state_path.absolute()),
             "services": self.services(),
         }
+
+
+@contextmanager
+def claimed_port(port: int) -> Iterator[bool]:
+    """Whether no other launcher of this user means to give this port to its API, which will listen seconds from now.
+
+    Without it two that start at once find it free; one API then listens, and both launchers' clients speak to that one.
+    """
+    if port == 0:
+        yield True
+        return
+    file = Path(tempfile.gettempdir()) / f"spo-{os.getuid()}-port-{port}.lock"
+    ours = False
+    claim = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
+        yield ours
+    finally:
+        os.close(claim)
 
 
 def free_ports(names: list[str], preferred: dict[str, int]) -> dict[str, int]:

@@ -19,7 +19,7 @@ import pytest
 from spo.errors import Conflict, NotReady, Unreachable
 from spo.local.die_with_parent import bound_to_this_process
 from spo.local.judge_client import Child, read_state, running_platforms, write_state
-from spo.local.launcher import LauncherSettings, LocalPlatform, free_ports, gpu_environment
+from spo.local.launcher import LauncherSettings, LocalPlatform, claimed_port, free_ports, gpu_environment
 from spo.testing.peers import wait_until
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; print('up', flush=True); time.sleep(600)"]
@@ -177,6 +177,18 @@ def test_a_port_that_was_set_and_is_taken_is_an_error(tmp_path: Path) -> None:
 
         with pytest.raises(Conflict, match="taken by another program"):
             LocalPlatform("p", tmp_path / "state", settings).__enter__()
+
+
+def test_of_platforms_that_start_at_once_one_has_the_port(tmp_path: Path) -> None:
+    (port,) = free_ports(["http"], {}).values()
+    settings = LauncherSettings(runs_path=tmp_path / "runs", http_port=port)
+    # Of one that has found the port free and does not listen yet.
+    with claimed_port(port) as earlier:
+        assert earlier
+        with pytest.raises(Conflict, match="taken by another program"):
+            LocalPlatform("later", tmp_path / "state", settings).__enter__()
+    with claimed_port(port) as free_again:
+        assert free_again
 
 
 def test_the_port_of_a_server_that_just_ended_is_free() -> None:
