@@ -89,6 +89,8 @@ def test_programs_get_their_verdicts_in_order(judge: RpcClient) -> None:
 
 def test_a_known_program_is_answered_from_the_cache(judge: RpcClient) -> None:
     first = judge_all(judge, [RIGHT, WRONG])
+    # A verdict is answered first and kept then.
+    wait_until(lambda: all(each.cached for each in judge_all(judge, [RIGHT, WRONG])), "both to be kept", 10)
     second = judge_all(judge, [WRONG, RIGHT, "print(1)"])
 
     assert [verdict.cached for verdict in first] == [False, False]
