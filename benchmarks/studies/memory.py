@@ -84,7 +84,7 @@ class MemoryRun:
     draw: whose answers are learned again: of each prompt in turn, or more often where the latest rollouts were wrong.
     wanted: prompts that need rollouts: never solved, or also those whose latest rollouts were all wrong.
     lag: how many updates old the weights are that sample; what they sample is judged and remembered at once.
-    searched: part of the choice of a rate, and in no table.
+    falling: whether the rate falls to a tenth by the last step. searched: part of the choice of a rate, and in no table.
     """
 
     method: str
@@ -102,6 +102,7 @@ class MemoryRun:
     replay_rows: int = 32
     lag: int = 0
     steps: int = STEPS
+    falling: bool = False
     searched: bool = False
 
     @property
@@ -128,7 +129,9 @@ class MemoryRun:
     def spec(self, pi0: Path) -> JobSpec:
         """The job whose losses and optimiser are used."""
         recipe, changes = {**METHODS, **PUBLISHED, **OWN_METHODS}.get(self.method, PUBLISHED["grpo"])
-        own = {"seed": self.seed, "model": {"path": str(pi0)}, "trainer": {"learning_rate": self.rate}}
+        falls = {"steps": self.steps, "learning_rate_schedule": "linear", "learning_rate_floor": 0.1}
+        trainer = {"learning_rate": self.rate} | (falls if self.falling else {})
+        own = {"seed": self.seed, "model": {"path": str(pi0)}, "trainer": trainer}
         document = merged(read_spec(RECIPES / f"{recipe}.yaml"), TOY, changes, own)
         terms = [{**term, "sources": ["online"]} for term in document["algorithm"]["losses"]]
         if self.own:

@@ -364,8 +364,11 @@ def encode_following(
         return None
     # Some templates write white space before the end, which the model has not sampled.
     tokens = list(tokenizer.encode(between.lstrip(), add_special_tokens=False))
-    if tokens[:1] == list(said[-1:]):
-        return tokens[1:]
+    # An end that is a stop string has several.
+    ends = len(tokenizer.encode(end.strip(), add_special_tokens=False))
+    for count in (ends, 1):
+        if count > 0 and tokens[:count] == list(said[-count:]):
+            return tokens[count:]
     return list(tokenizer.encode(between, add_special_tokens=False))
 
 

@@ -227,3 +227,17 @@ def test_a_result_that_names_a_special_token_ends_no_turn() -> None:
     after = encode_following(tokenizer, turns, 2, USUAL, said=[tokenizer.eos_token_id])
     assert after is not None
     assert tokenizer.decode(after) == "<turn>user: ab<end><ask>"
+
+
+def test_an_end_that_is_a_stop_string_is_not_written_twice() -> None:
+    tokenizer = hermes_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}###\n{% endfor %}"
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+        {"role": "user", "content": "go on"},
+    ]
+    said = tokenizer.encode("y###", add_special_tokens=False)
+    assert len(tokenizer.encode("###", add_special_tokens=False)) > 1
+    whole = encode_following(tokenizer, turns, 2, USUAL, said=said)
+    assert tokenizer.decode(whole or []) == "\nuser: go on###\n"
