@@ -84,7 +84,7 @@ class MemoryRun:
     draw: whose answers are learned again: of each prompt in turn, or more often where the latest rollouts were wrong.
     wanted: prompts that need rollouts: never solved, or also those whose latest rollouts were all wrong.
     lag: how many updates old the weights are that sample; what they sample is judged and remembered at once.
-    falling: whether the rate falls to a tenth by the last step. searched: part of the choice of a rate, and in no table.
+    falling: whether the rate falls to a tenth. searched: part of the choice of a rate, and in no table.
     """
 
     method: str
