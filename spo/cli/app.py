@@ -261,11 +261,15 @@ def toy_model(
 @app.command("real-demo")
 def real_demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the job: order of the problems, samples.")] = 0,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="Another job of the same sums: runs/real-demo-RECIPE-SEED.", dir_okay=False, exists=True),
+    ] = None,
 ) -> None:
     """Teach SmolLM2-135M to add and write runs/real-demo/report.json and report.png; fetches 93 MB the first time."""
     from spo.demo.addition import run_real_demo
 
-    run_real_demo(seed)
+    run_real_demo(seed, recipe)
 
 
 @app.command("agents-demo")

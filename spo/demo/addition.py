@@ -55,11 +55,16 @@ def question(first: int, second: int) -> str:
     return f"{first} + {second} ="
 
 
-def run_real_demo(seed: int = 0) -> None:
-    """Run the demo in the foreground; exits with a status that says whether the job succeeded. Raises SpoError."""
+def run_real_demo(seed: int = 0, recipe: Path | None = None) -> None:
+    """Run the demo in the foreground; exits with a status that says whether the job succeeded. Raises SpoError.
+
+    Runs of another recipe than the demo's have a folder each.
+    """
     configure_logs("launcher", level="error", log_format="console")
-    with fresh_demo(NAME, MODEL) as demo:
-        report = write_report(learn_addition(demo, {**read_spec(REAL_RECIPE), "seed": seed}), demo.platform.folder)
+    name = f"{NAME}-{recipe.stem}-{seed}" if recipe else NAME
+    document = {**read_spec(recipe or REAL_RECIPE), "seed": seed}
+    with fresh_demo(name, MODEL) as demo:
+        report = write_report(learn_addition(demo, document), demo.platform.folder)
     print_summary(report, demo.platform.folder)
     if report["state"] != "succeeded":
         raise SystemExit(ExitCode.JOB_DID_NOT_SUCCEED)
