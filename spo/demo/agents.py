@@ -93,7 +93,7 @@ JOB: JsonObject = {
 
 
 # What a job of SmolLM2 has otherwise.
-REAL_STEPS = 16
+REAL_STEPS = 24
 # Sums of two digits: pi0 is right with two in five at once, and with three in four where it takes what is likeliest.
 EXAMPLE = (7, 5)
 HELD_OUT_SUMS = 24
