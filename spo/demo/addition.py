@@ -6,7 +6,7 @@ held-out ones, none is in both, not even with its terms swapped.
 
 `spo real-demo`: a real model of 135 million parameters learns a verifiable task with the whole platform.
 start services ------------------------------\\
-SmolLM2-135M from the package index (cached) --> submit deploy/recipes/real/smollm2_addition.yaml -> follow
+SmolLM2-135M from the package index (cached) --> submit deploy/recipes/real/smollm2_memory.yaml -> follow
 two-digit additions as a task file ----------/   -> runs/real-demo/report.{json,png}
 """
 
@@ -31,7 +31,7 @@ SEED = 0
 NAME = "real-demo"
 # What `spo.demo.reference_model` calls it.
 MODEL = "smollm2-135m"
-REAL_RECIPE = RECIPE.parents[1] / "real" / "smollm2_addition.yaml"
+REAL_RECIPE = RECIPE.parents[1] / "real" / "smollm2_memory.yaml"
 
 
 def write_addition_tasks(file: Path) -> None:
