@@ -82,7 +82,8 @@ def test_a_broadcast_leaves_the_bits_of_the_files_and_a_broken_one_nothing_until
     wait_until(lambda: served.thread.loaded == NOTHING_WHOLE, "the broadcast to break off", WAIT_SECONDS)
     working.join(WAIT_SECONDS)
     waiting = served.submit(greedy_request())
-    assert served.thread.take_missing() == broken
+    # The model is known to be no version a moment before the files are asked for.
+    assert wait_until(served.thread.take_missing, "the files to be asked for", WAIT_SECONDS) == broken
     assert not waiting.future.done()
     whole = served.versions.resolve(RUN, 6)
     served.thread.announce(RUN, whole)

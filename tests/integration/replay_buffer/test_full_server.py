@@ -150,10 +150,10 @@ def test_the_dispatcher_is_stopped_before_the_server_is_full(server: Server, ser
         # What is in use falls for a moment, as the server lets go of the buffer that the filler came in.
         used: Any = server.client.info("memory")
         server.client.config_set("maxmemory", int(used["used_memory"] / 0.95))
-        return "evicts nothing" in status_of(service).backpressure
+        status = status_of(service)
+        return "evicts nothing" in status.backpressure and status.admissible_inserts == 0
 
-    wait_until(nearly_full, "the status says that the server is nearly full")
-    assert status_of(service).admissible_inserts == 0
+    wait_until(nearly_full, "the status says that the server is nearly full and admits nothing")
     assert service.store.append(RUN, [trajectory(1)]) == (1, 0), "what is in the pipeline still fits"
 
 
