@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 STEPS = 2
 SHORT: dict[str, dict[str, Any]] = {
     "tasks": {"train_problems": 8, "evaluation_problems": 2},
+    # As many as the check of ledgers takes a group to have.
+    "rollout": {"samples_per_prompt": 4},
     "replay": {"min_online": 16, "error_buffer": 32},
     "trainer": {"steps": STEPS, "batch_size": 24, "micro_batch_size": 24, "warmup_steps": 0},
     "evaluation": {"interval_steps": STEPS, "samples": 2, "ks": [1]},
