@@ -254,8 +254,10 @@ def run_agents_seeds(seeds: int, *, real: bool = False, ages: Sequence[int] = ()
             own = folder / f"{run.side}-{seed}"
             with signals_interrupt():
                 report = run.stored(own) or run.done(own)
-            # Gigabytes of weights and checkpoints that no other run reads.
-            shutil.rmtree(own / "state", ignore_errors=True)
+            if report["state"] == "succeeded":
+                # Gigabytes of weights and checkpoints that no other run reads; of one that failed they may say why.
+                for weights in ("state", "pi0"):
+                    shutil.rmtree(own / weights, ignore_errors=True)
             console.print(f"{run.side}, seed {seed}: {summary(report)}", markup=False, highlight=False, soft_wrap=True)
             reports.setdefault(run.side, []).append(report)
             # Of what there is so far: the next run may be ended.
