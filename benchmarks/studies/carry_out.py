@@ -115,10 +115,10 @@ def baselines(seeds: Sequence[int]) -> None:
         kept(folder / f"{run.name}.json", result | {"cpu_seconds": time.process_time() - began})
 
 
-def memory(seeds: Sequence[int], part: remembering.Part) -> None:
+def memory(seeds: Sequence[int], part: remembering.Part, settings: Sequence[str]) -> None:
     """A part of the study of runs that remember; what the committed document holds is done."""
     folder, contests = FOLDER / "memory", dict[tuple[str, bool], Contest]()
-    while run := remembering.next_run(_remembered(results(folder, DOCUMENTS / "memory.json")), seeds, part):
+    while run := remembering.next_run(_remembered(results(folder, DOCUMENTS / "memory.json")), seeds, part, settings):
         key = run.setting, run.searched
         if key not in contests:
             held_out = remembering.SEARCH_HELD_OUT if run.searched else remembering.HELD_OUT

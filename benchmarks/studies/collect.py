@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.contest import EVALUATION_SAMPLES
-from benchmarks.studies.memory import RATES, run_of
+from benchmarks.studies.memory import RATES, best_rate, run_of
 from spo.reproduce.report import Estimate, mean_score, score_table
 
 Result = dict[str, Any]
@@ -118,11 +118,15 @@ def draw_memory(found: Sequence[Result], path: Path) -> None:
     for number, (setting, contestant) in enumerate(names):
         runs = [each for each in found if (each["setting"], each["contestant"]) == (setting, contestant)]
         color, label = f"C{number % 10}", contestant if setting == "p160" else f"{setting}: {contestant}"
-        searched = {each["rate"]: _mean_pass(each, 10) for each in runs if each.get("searched")}
+        searched: dict[float, dict[int, float]] = {}
+        for each in runs:
+            if each.get("searched"):
+                searched.setdefault(each["rate"], {})[each["seed"]] = _mean_pass(each, 10)
         rates = [rate for rate in RATES if rate in searched]
+        scores = [sum(searched[rate].values()) / len(searched[rate]) for rate in rates]
         style = "-" if number < 10 else "--"
-        axes[0].plot(rates, [searched[rate] for rate in rates], style, marker="o", color=color, label=label)
-        best = max(searched, key=searched.__getitem__)
+        axes[0].plot(rates, scores, style, marker="o", color=color, label=label)
+        best = best_rate(searched)
         seeds = [each for each in runs if not each.get("searched") and each["rate"] == best]
         curves = [[_mean_pass(each, 10, step) for step in each["correct"]] for each in seeds]
         if curves:

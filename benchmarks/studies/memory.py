@@ -6,8 +6,8 @@ replay as its paper has it (`replay`). Relatives are reduced to what this world 
 no clip range to search. Their papers' other parts are named where they are left out; TRL's trainers run from their
 package, as processes of their own.
 
-Rates are chosen on other problems than are reported, and until the best has a worse one on both sides. Runs with old
-samples, or of 500 steps, have one rate: 5e-4.
+Rates are chosen on other problems than are reported, until the best has a worse one on both sides, and by three seeds
+where two rates are close. Runs with old samples, or of 500 steps, have one rate: 5e-4.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from spo.tasks.problem import Problem
 from spo.v1.prompt_pb2 import SOURCE_REFERENCE
 from spo.v1.trajectory_pb2 import Trajectory
 
+SETTINGS = ("p160", "hard")
 # Where the picture's curves come from; others are examined at the end alone, since an examination costs half a run.
 EXAMINED = (50, 100, 150)
 # Longer runs: for samples that are 200 steps old, and to see what lasts.
@@ -53,6 +54,8 @@ SEARCH_HELD_OUT = 100
 REPORTED_TASKS, SEARCH_TASKS = 0, 1
 RATES = (6.25e-5, 1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 FIRST_RATES = (5e-4, 1e-3)
+# Rates whose pass@10 is that close to the best of a search's one seed are told apart by more seeds.
+NEAR, MORE_SEARCH_SEEDS = 0.05, (1, 2)
 SAMPLES_AT_ONE = 5
 # Groups with both right and wrong answers that are kept for `replay: contrast`.
 KEPT_GROUPS = 512
@@ -202,7 +205,12 @@ Part = Literal["grid", "trl", "ages", "long"]
 SEARCHED: Mapping[Part, Sequence[Sequence[Mapping[str, Any]]]] = {"grid": (COMPARED, PARTS), "trl": (PEERS,)}
 
 
-def next_run(done: Mapping[MemoryRun, float], seeds: Sequence[int], part: Part = "grid") -> MemoryRun | None:
+def next_run(
+    done: Mapping[MemoryRun, float],
+    seeds: Sequence[int],
+    part: Part = "grid",
+    settings: Sequence[str] = SETTINGS,
+) -> MemoryRun | None:
     """What to carry out now: a search and then its seeds, everyone in one setting before the next; None at the end.
 
     done: pass@10 of each run so far.
@@ -211,16 +219,39 @@ def next_run(done: Mapping[MemoryRun, float], seeds: Sequence[int], part: Part =
         if (run := MemoryRun(**each, seed=seed)) not in done:
             return run
     for contestants in SEARCHED.get(part, ()):
-        for setting, each in product(("p160", "hard"), contestants):
+        for setting, each in product(settings, contestants):
             search = MemoryRun(**each, setting=setting, searched=True)
-            found = {run.rate: score for run, score in done.items() if replace(run, rate=search.rate) == search}
-            if (rate := rate_to_try(found)) is not None:
-                return replace(search, rate=rate)
-            best = max(found, key=found.__getitem__)
+            found: dict[float, dict[int, float]] = {}
+            for run, score in done.items():
+                if replace(run, rate=search.rate, seed=0) == search:
+                    found.setdefault(run.rate, {})[run.seed] = score
+            if (wanted := next_of_search(found)) is not None:
+                return replace(search, rate=wanted[0], seed=wanted[1])
+            best = best_rate(found)
             for seed in seeds:
                 if (run := replace(search, rate=best, seed=seed, searched=False)) not in done:
                     return run
     return None
+
+
+def next_of_search(found: Mapping[float, Mapping[int, float]]) -> tuple[float, int] | None:
+    """Rate and seed of what a search lacks: its bracket by one seed, then more seeds of what lies near its best."""
+    if (rate := rate_to_try({rate: scores[0] for rate, scores in found.items() if 0 in scores})) is not None:
+        return rate, 0
+    near = _near(found)
+    lacking = [(rate, seed) for rate in near if len(near) > 1 for seed in MORE_SEARCH_SEEDS if seed not in found[rate]]
+    return min(lacking, default=None)
+
+
+def best_rate(found: Mapping[float, Mapping[int, float]]) -> float:
+    """The best by its mean, of those that are near the best by their first seed."""
+    return max(_near(found), key=lambda rate: sum(found[rate].values()) / len(found[rate]))
+
+
+def _near(found: Mapping[float, Mapping[int, float]]) -> list[float]:
+    best = max(scores[0] for scores in found.values())
+    near = [rate for rate, scores in found.items() if scores[0] >= best - NEAR]
+    return near
 
 
 def rate_to_try(found: Mapping[float, float]) -> float | None:

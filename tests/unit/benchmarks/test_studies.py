@@ -21,6 +21,8 @@ from benchmarks.studies.memory import (
     Memory,
     MemoryRun,
     Part,
+    best_rate,
+    next_of_search,
     next_run,
     rate_to_try,
     run_of,
@@ -144,12 +146,25 @@ def test_a_search_goes_on_until_the_best_rate_lies_between_two_worse_ones(
     assert rate_to_try(found) == rate
 
 
+def test_rates_that_are_close_are_told_apart_by_more_seeds() -> None:
+    found = {2.5e-4: {0: 0.6}, 5e-4: {0: 0.71}, 1e-3: {0: 0.75}, 2e-3: {0: 0.5}}
+    asked = []
+    while (lacking := next_of_search(found)) is not None:
+        rate, seed = lacking
+        asked.append(lacking)
+        found[rate][seed] = 0.8 if rate == 5e-4 else 0.7
+    assert asked == [(5e-4, 1), (5e-4, 2), (1e-3, 1), (1e-3, 2)]
+    assert best_rate(found) == 5e-4
+    # One of them is far ahead: its one seed decides.
+    assert next_of_search({5e-4: {0: 0.6}, 1e-3: {0: 0.8}, 2e-3: {0: 0.7}}) is None
+
+
 def test_a_contestants_seeds_follow_its_search_at_the_rate_that_was_best_on_other_problems() -> None:
     done: dict[MemoryRun, float] = {}
     while len(done) < 10:
         run = next_run(done, [0, 1])
         assert run is not None
-        done[run] = 1 - abs(run.rate - 5e-4)
+        done[run] = 1 - 400 * abs(run.rate - 5e-4)
         assert run_of({**vars(run), "correct": {}}) == run
     first = [run for run in done if run.contestant == MemoryRun(**COMPARED[0]).contestant and run.setting == "p160"]
     assert [(run.rate, run.searched, run.seed) for run in first] == [
