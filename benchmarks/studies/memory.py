@@ -59,6 +59,8 @@ NEAR, MORE_SEARCH_SEEDS = 0.05, (1, 2)
 SAMPLES_AT_ONE = 5
 # Groups with both right and wrong answers that are kept for `replay: contrast`.
 KEPT_GROUPS = 512
+# Wrong answers of a prompt that are kept for `replay: balanced`, the newest.
+KEPT_WRONG = 16
 # AsymRE (Arnal et al. 2025): the baseline lies this much below the mean reward.
 ASYMMETRY = 0.1
 # Most answers that join a group under `replay: mixed`.
@@ -73,18 +75,30 @@ TRL: Mapping[str, tuple[Path, Mapping[str, Any]]] = {
 }
 PACKAGES = Path("runs/studies/packages")
 OWN_METHODS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    # GRPO's KL counts by token and SPO's by response: a fraction of the paper's beta pulls as GRPO's does.
+    "spo_group_scaled_quarter_beta": (
+        "toy/online_group_centred",
+        {
+            "algorithm": {
+                "beta": 0.0217147,
+                "losses": [{"objective": "group_centred_squared", "normalise": "deviation"}],
+            }
+        },
+    ),
     "spo_two_temperatures_paper_beta": ("toy/online_squared", {"algorithm": {"beta": 0.0868589, "value_beta": 1.0}}),
 }
 
 Loss = Callable[[Tensor, TokenBatch], Tensor]
-Replay = Literal["", "any", "contrast", "experience", "mixed"]
+Replay = Literal["", "any", "contrast", "balanced", "experience", "mixed"]
 
 
 @dataclass(frozen=True)
 class MemoryRun:
     """A contestant with one seed. own: coefficient of the NLL. need: share of a step's prompts.
 
-    draw: whose answers are learned again: of each prompt in turn, or more often where the latest rollouts were wrong.
+    kept: distinct right answers of a prompt, the newest (the platform keeps 8); 0 for all.
+    draw: whose answers are learned again: each prompt's in turn, more often where the latest rollouts were wrong, or
+    once a step at most.
     wanted: prompts that need rollouts: never solved, or also those whose latest rollouts were all wrong.
     lag: how many updates old the weights are that sample; what they sample is judged and remembered at once.
     falling: whether the rate falls to a tenth. searched: part of the choice of a rate, and in no table.
@@ -96,7 +110,8 @@ class MemoryRun:
     rate: float = 5e-4
     own: float = 0.0
     own_rows: int = 32
-    draw: Literal["turn", "weak"] = "turn"
+    kept: int = 0
+    draw: Literal["turn", "weak", "once"] = "turn"
     need: float = 0.0
     wanted: Literal["unsolved", "lost"] = "unsolved"
     need_group: int = GROUP
@@ -151,6 +166,8 @@ _LOST: Mapping[str, Any] = {**_OWN, "need": 0.75, "wanted": "lost"}
 COMPARED: Sequence[Mapping[str, Any]] = (
     {"method": "grpo"},
     {"method": "grpo", **_NEED},
+    # As the platform has it.
+    {"method": "grpo", **_NEED, "kept": 8},
     {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.5, "replay": "contrast"},
     {"method": "dapo"},
     {"method": "grpo", "replay": "contrast"},
@@ -271,8 +288,13 @@ def run_of(result: Mapping[str, Any]) -> MemoryRun:
 
 @dataclass
 class Memory:
-    """Right answers of each prompt, distinct ones once, and what the latest rollouts of each prompt came to."""
+    """Right answers of each prompt, distinct ones once, and what the latest rollouts of each prompt came to.
 
+    kept: how many distinct ones of a prompt, the newest; 0 for all.
+    """
+
+    kept: int = 0
+    wrong: dict[str, deque[Trajectory]] = field(default_factory=dict)
     right: dict[str, dict[tuple[int, ...], Trajectory]] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
     groups: list[list[Trajectory]] = field(default_factory=list)
@@ -283,8 +305,16 @@ class Memory:
         prompt_id = group[0].prompt_id
         answers = self.right.setdefault(prompt_id, {})
         for each in group:
-            if each.reward == 0:
-                answers[tuple(each.response_token_ids)] = each
+            if each.reward:
+                self.wrong.setdefault(prompt_id, deque(maxlen=KEPT_WRONG)).append(each)
+                continue
+            tokens = tuple(each.response_token_ids)
+            if self.kept:
+                # Found again is new; the one that was found longest ago gives way.
+                answers.pop(tokens, None)
+            answers[tokens] = each
+            if self.kept and len(answers) > self.kept:
+                del answers[next(iter(answers))]
         self.latest[prompt_id] = sum(each.reward == 0 for each in group) / len(group)
         if 0 < self.latest[prompt_id] < 1:
             self.groups = [*self.groups, list(group)][-KEPT_GROUPS:]
@@ -301,11 +331,25 @@ class Memory:
         if not known:
             return []
         chosen: list[str] = []
+        if draw == "once":
+            count = min(count, len(known))
         if draw == "weak":
             chosen = rng.choices(known, [1.1 - self.latest[prompt_id] for prompt_id in known], k=count)
         while len(chosen) < count:
             chosen += rng.sample(known, len(known))
         return [_as_reference(rng.choice(list(self.right[prompt_id].values()))) for prompt_id in chosen[:count]]
+
+    def balanced(self, count: int, rng: random.Random) -> list[list[Trajectory]]:
+        """Groups of as many right as wrong answers of one prompt, each from a prompt that has enough of both."""
+        half = GROUP // 2
+        can = [prompt_id for prompt_id in self.solved if len(self.wrong.get(prompt_id, ())) >= half]
+        groups = []
+        for prompt_id in rng.sample(can, min(count, len(can))):
+            right, wrong = list(self.right[prompt_id].values()), list(self.wrong[prompt_id])
+            group = rng.sample(right, min(half, len(right)))
+            group += rng.sample(wrong, min(GROUP - len(group), len(wrong)))
+            groups.append(group + rng.choices(wrong, k=GROUP - len(group)))
+        return groups
 
     def joining(self, group: Sequence[Trajectory], most: int, rng: random.Random) -> list[Trajectory]:
         """Right answers that join a group of equal failures, as `replay.memory.contrast` has it."""
@@ -326,7 +370,7 @@ def carry_out(run: MemoryRun, contest: Contest) -> dict[str, Any]:
     if run.method in TRL:
         return _by_trl(run, contest)
     spec, rng = run.spec(contest.pi0), random.Random(run.seed + 77)
-    policy, memory = Policy(contest, spec, LOSSES.get(run.method)), Memory()
+    policy, memory = Policy(contest, spec, LOSSES.get(run.method)), Memory(run.kept)
     by_id = {problem.problem_id: problem for problem in contest.tasks.train}
     found: dict[str, Any] = {"correct": {}, "at_one": {}, "solved": {}, "distinct": {}}
     examined = EXAMINED if run.steps == STEPS else LONG_EXAMINED
@@ -428,6 +472,9 @@ def _batch(
     if run.replay == "contrast" and memory.groups:
         # TRL's experimental trainer: groups without contrast give way to earlier ones with it.
         groups = [group if len({each.reward for each in group}) > 1 else rng.choice(memory.groups) for group in groups]
+    if run.replay == "balanced":
+        groups = [group for group in groups if len({each.reward for each in group}) > 1]
+        groups += memory.balanced(len(fresh) - len(groups), rng)
     if run.replay == "mixed":
         for group in groups:
             joined = sum(map(len, groups)) - len(groups) * GROUP

@@ -158,6 +158,9 @@ CONTAMINATED = {
     ),
     "spo_cross_entropy": Method("toy/half_online_cross_entropy", merged(_SPO_RATES, _MIXED_OUTCOMES)),
     "spo_squared": Method("toy/half_online_squared", _MIXED_OUTCOMES),
+    # Without offline data: only the reward is weak.
+    "grpo": MAIN["grpo"],
+    "online_memory": Method("toy/online_memory"),
 }
 ABLATIONS = {
     setting: {
@@ -287,7 +290,7 @@ LATER = {
     "p160": ("half_online_group_centred", "online_group_centred", "a_star_po"),
     "p32": ("half_online_group_centred", "online_group_centred", "online_cross_entropy", "grpo", "a_star_po"),
     "hard": ("half_online_squared", "half_online_group_centred", "ppo", "a_star_po"),
-    "contaminated": ("spo_squared",),
+    "contaminated": ("spo_squared", "grpo", "online_memory"),
     "stability": (
         "online_damped_0.3",
         "online_squared_hotter",

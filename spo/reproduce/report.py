@@ -283,7 +283,7 @@ def _pairs() -> Iterator[Comparison]:
     yield Comparison("2c: the same rollouts with the terminal loss do not help", rollouts, baseline, 10, "same")
     yield Comparison("2c: Monte-Carlo targets beat the same rollouts", targets, rollouts, 10)
     spo = ("contaminated", "spo_cross_entropy")
-    for control in ("supervised", "expert_iteration", "expert_iteration_filtered"):
+    for control in ("supervised", "expert_iteration", "expert_iteration_filtered", "grpo"):
         claim = f"Under contaminated data SPO beats {control.replace('_', ' ')}"
         yield Comparison(claim, spo, ("contaminated", control), 10, source="ours")
 

@@ -227,6 +227,29 @@ def test_answers_join_groups_that_are_all_wrong_and_known() -> None:
     assert memory.joining(wrong, 1, rng)[0].reward == 0
 
 
+def test_memory_keeps_the_newest_answers_and_what_is_found_again_is_new() -> None:
+    memory, rng = Memory(kept=2), random.Random(0)
+    answers = [Trajectory(prompt_id="a", response_token_ids=[token], reward=0.0) for token in range(3)]
+    memory.add([answers[0], answers[1], answers[0], answers[2]])
+    assert list(memory.right["a"]) == [(0,), (2,)]
+    memory.add([Trajectory(prompt_id="b", response_token_ids=[9], reward=0.0)])
+    assert [each.prompt_id for each in memory.answers(4, "turn", rng)].count("b") == 2
+    assert sorted(each.prompt_id for each in memory.answers(4, "once", rng)) == ["a", "b"]
+
+
+def test_balanced_groups_are_half_right_and_of_prompts_with_enough_wrong_answers() -> None:
+    memory, rng = Memory(kept=8), random.Random(0)
+    wrong = [Trajectory(prompt_id="a", response_token_ids=[token], reward=-1.0) for token in range(5)]
+    right = [Trajectory(prompt_id="a", response_token_ids=[9 + token], reward=0.0) for token in range(6)]
+    memory.add([*right, *wrong[:3]])
+    assert memory.balanced(1, rng) == []
+    memory.add(wrong[3:])
+    memory.add([Trajectory(prompt_id="b", response_token_ids=[1], reward=0.0)])
+    (group,) = memory.balanced(3, rng)
+    assert [each.reward for each in group] == [0.0] * 4 + [-1.0] * 4
+    assert len({tuple(each.response_token_ids) for each in group}) == GROUP
+
+
 def test_losses_of_relatives_follow_their_papers() -> None:
     mask_BL = torch.ones(4, 2, dtype=torch.bool)
     sampled_BL = torch.log(torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.25, 0.5], [0.5, 0.25]]))
