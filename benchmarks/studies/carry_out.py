@@ -126,9 +126,9 @@ def memory(seeds: Sequence[int], part: remembering.Part, settings: Sequence[str]
             found = contest("hard" if run.setting == "hard" else "standard", held_out, tasks)
             found.qhat_0 = {problem.problem_id: 0.0 for problem in found.tasks.train}
             contests[key] = found
-        if run.method in remembering.OWN_METHODS and not contests[key].values:
-            if (spec := run.spec(contests[key].pi0)).value is not None:
-                samples_of_pi0(contests[key], 64, spec)
+        own = run.method in remembering.OWN_METHODS and not contests[key].values
+        if own and (spec := run.spec(contests[key].pi0)).value is not None:
+            samples_of_pi0(contests[key], 64, spec)
         began = time.process_time()
         result = remembering.carry_out(run, contests[key])
         kept(folder / f"{run.name}.json", {"cpu_seconds": time.process_time() - began, **result})
