@@ -212,6 +212,8 @@ STABILITY = {
     "online_damped_0.1_paper_beta": Method("toy/online_squared", merged(_damped(0.1), _PAPERS)),
     "online_damped_0.02_paper_beta": Method("toy/online_squared", merged(_damped(0.02), _PAPERS)),
     "online_cross_entropy_paper_beta": Method("toy/online_cross_entropy", _PAPERS),
+    # The paper's beta with values at a temperature of 1, which memory keeps alive.
+    "online_memory_soft": Method("toy/online_memory_soft"),
 }
 METHODS: dict[str, dict[str, Method]] = {
     "p160": MAIN,
@@ -302,6 +304,7 @@ LATER = {
         "online_damped_0.1_paper_beta",
         "online_damped_0.02_paper_beta",
         "online_cross_entropy_paper_beta",
+        "online_memory_soft",
     ),
 }
 
