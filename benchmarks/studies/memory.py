@@ -216,8 +216,10 @@ FIXED: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {**_TWO, "rate": 2e-4},
         {**_TWO, "own": 1.0, "need": 0.5},
         {"method": "grpo", **_NEED, "steps": LONG_STEPS},
+        {"method": "grpo", "steps": LONG_STEPS},
         {**_TWO, "setting": "hard", "rate": 2e-4, "own": 1.0, "need": 0.5},
         {"method": "grpo", **_NEED, "setting": "hard", "steps": LONG_STEPS},
+        {"method": "grpo", "setting": "hard", "steps": LONG_STEPS},
     ],
 }
 Part = Literal["grid", "trl", "ages", "long"]
