@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.studies.contest import EVALUATION_SAMPLES
-from benchmarks.studies.memory import RATES, best_rate, run_of
+from benchmarks.studies.memory import RATES, SETTINGS, best_rate, run_of
 from spo.reproduce.report import Estimate, mean_score, score_table
 
 Result = dict[str, Any]
@@ -77,14 +77,20 @@ def remembering_table(found: Sequence[Result]) -> list[str]:
             if each.get("searched") and all(each[key] == runs[0][key] for key in ("setting", "contestant"))
         )
         bounds = f"{searched[0]:g} to {searched[-1]:g}" if searched else "not"
-        means = [sum(last(each, field) for each in runs) / len(runs) for field in ("at_one", "solved", "distinct")]
+        at_one, solved, distinct = (_mean_of(runs, *each) for each in (("at_one", 2), ("solved", 0), ("distinct", 1)))
         cpu = sum(each["cpu_seconds"] for each in runs) / len(runs)
         scores = " | ".join(_by_seeds([_mean_pass(each, k) for each in runs]) for k in (1, 10))
         lines.append(
-            f"| {title} | {rate} ({bounds}) | {len(runs)} | {scores} | {means[0]:.2f} | {means[1]:.0f} | "
-            f"{means[2]:.1f} | {cpu:.0f} |"
+            f"| {title} | {rate} ({bounds}) | {len(runs)} | {scores} | {at_one} | {solved} | {distinct} | {cpu:.0f} |"
         )
     return lines
+
+
+def _mean_of(runs: Sequence[Result], field: str, digits: int) -> str:
+    """Of what runs came to at their end; nothing where one does not say (TRL's trainers and what they solved)."""
+    if not all(each[field] for each in runs):
+        return ""
+    return f"{sum(last(each, field) for each in runs) / len(runs):.{digits}f}"
 
 
 def last(result: Result, field: str) -> float:
@@ -107,41 +113,48 @@ def _by_seeds(scores: Sequence[float]) -> str:
 
 
 def draw_memory(found: Sequence[Result], path: Path) -> None:
-    """The searches of rates, and pass@10 over rollouts of each contestant at its rate; a thin line is a seed."""
+    """A row of pictures for each set of problems: the searches of rates, and pass@10 over rollouts at the best."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
-    names = sorted({(each["setting"], each["contestant"]) for each in found if each.get("searched")})
-    for number, (setting, contestant) in enumerate(names):
-        runs = [each for each in found if (each["setting"], each["contestant"]) == (setting, contestant)]
-        color, label = f"C{number % 10}", contestant if setting == "p160" else f"{setting}: {contestant}"
-        searched: dict[float, dict[int, float]] = {}
-        for each in runs:
-            if each.get("searched"):
-                searched.setdefault(each["rate"], {})[each["seed"]] = _mean_pass(each, 10)
-        rates = [rate for rate in RATES if rate in searched]
-        scores = [sum(searched[rate].values()) / len(searched[rate]) for rate in rates]
-        style = "-" if number < 10 else "--"
-        axes[0].plot(rates, scores, style, marker="o", color=color, label=label)
-        best = best_rate(searched)
-        seeds = [each for each in runs if not each.get("searched") and each["rate"] == best]
-        curves = [[_mean_pass(each, 10, step) for step in each["correct"]] for each in seeds]
-        if curves:
-            rollouts = [int(step) * seeds[0]["rollouts"] / seeds[0]["steps"] for step in seeds[0]["correct"]]
-            for curve in curves:
-                axes[1].plot(rollouts, curve, style, color=color, alpha=0.25)
-            means = [sum(each) / len(each) for each in zip(*curves, strict=True)]
-            axes[1].plot(rollouts, means, style, marker=".", color=color, linewidth=2, label=f"{label} ({len(curves)})")
-    axes[0].set(xscale="log", xlabel="rate", ylabel="pass@10 on the search's problems")
-    axes[1].set(xlabel="rollouts", ylabel="held-out pass@10")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize="x-small")
-    figure.savefig(path, dpi=90)
+    figure, axes = pyplot.subplots(2, 2, figsize=(16, 11), constrained_layout=True)
+    for (searching, learning), setting in zip(axes, SETTINGS, strict=True):
+        runs = [each for each in found if each["setting"] == setting]
+        # What was tried on the search's problems alone is in the document.
+        reported = {each["contestant"] for each in runs if not each.get("searched")}
+        names = sorted(reported & {each["contestant"] for each in runs if each.get("searched")})
+        for name, color in zip(names, pyplot.get_cmap("tab20").colors, strict=False):
+            _draw_contestant([each for each in runs if each["contestant"] == name], searching, learning, color)
+        searching.set(xscale="log", xlabel="rate", ylabel=f"{setting}: pass@10 on the search's problems")
+        learning.set(xlabel="rollouts", ylabel=f"{setting}: held-out pass@10")
+        searching.grid(alpha=0.3)
+        learning.grid(alpha=0.3)
+        lines, labels = searching.get_legend_handles_labels()
+        learning.legend(lines, labels, fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.savefig(path, dpi=70)
     pyplot.close(figure)
+
+
+def _draw_contestant(runs: Sequence[Result], searching: Any, learning: Any, color: Any) -> None:
+    """A contestant's search, and its seeds at its best rate; a thin line is a seed, a dot was examined at its end."""
+    searched: dict[float, dict[int, float]] = {}
+    for each in runs:
+        if each.get("searched"):
+            searched.setdefault(each["rate"], {})[each["seed"]] = _mean_pass(each, 10)
+    rates = [rate for rate in RATES if rate in searched]
+    scores = [sum(searched[rate].values()) / len(searched[rate]) for rate in rates]
+    best = best_rate(searched)
+    seeds = [each for each in runs if not each.get("searched") and each["rate"] == best]
+    searching.plot(rates, scores, marker="o", color=color, label=f"{runs[0]['contestant']} ({len(seeds)} seeds)")
+    curves = [[_mean_pass(each, 10, step) for step in each["correct"]] for each in seeds]
+    if curves:
+        rollouts = [int(step) * seeds[0]["rollouts"] / seeds[0]["steps"] for step in seeds[0]["correct"]]
+        for curve in curves:
+            learning.plot(rollouts, curve, color=color, alpha=0.25)
+        means = [sum(each) / len(each) for each in zip(*curves, strict=True)]
+        learning.plot(rollouts, means, marker="o", color=color, linewidth=2)
 
 
 def by(found: Iterable[Result], *names: str) -> dict[str, list[Result]]:

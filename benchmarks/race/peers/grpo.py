@@ -9,6 +9,7 @@ platform's; a program is sent to it once. See peers/written.py for what it says.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ from spo.v1.judge_service_pb2_grpc import JudgeServiceStub
 from spo.v1.verdict_pb2 import OUTCOME_ACCEPTED
 
 JUDGE_SECONDS = 120.0
+TIE = 1e-9
 
 
 class Rewards:
@@ -91,8 +93,19 @@ def main(arguments: list[str]) -> None:
         processing_class=tokenizer,
         callbacks=[Checkpoints(int(every), Path(folder), tokenizer)],
     )
+    if "replay_buffer_size" in own:
+        _tell_ties_apart(trainer.replay_buffer)
     trainer.train()
     judge.close()
+
+
+def _tell_ties_apart(buffer: Any) -> None:
+    """TRL 1.13 pushes (score, tensors) onto a heap, which compares tensors of equal scores and fails; newer is higher.
+
+    Rewards of 0 and 1 give equal scores all the time.
+    """
+    add, number = buffer.add, itertools.count()
+    buffer.add = lambda scores, data: add([score + TIE * next(number) for score in scores], data)
 
 
 if __name__ == "__main__":

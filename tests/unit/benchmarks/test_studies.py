@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.studies import baselines, memory as memory_study
+from benchmarks.studies.collect import remembering_table
 from benchmarks.studies.contest import Contest
 from benchmarks.studies.grading import Grader
 from benchmarks.studies.lag import steps_sampled_by
@@ -248,6 +249,14 @@ def test_balanced_groups_are_half_right_and_of_prompts_with_enough_wrong_answers
     (group,) = memory.balanced(3, rng)
     assert [each.reward for each in group] == [0.0] * 4 + [-1.0] * 4
     assert len({tuple(each.response_token_ids) for each in group}) == GROUP
+
+
+def test_the_table_has_a_row_of_runs_that_do_not_say_what_they_solved() -> None:
+    """TRL's trainers do not."""
+    run = {**vars(MemoryRun("trl_grpo")), "contestant": "trl_grpo", "cpu_seconds": 90.0, "solved": {}}
+    run |= {"correct": {"150": [20, 0]}, "at_one": {"150": 0.4}, "distinct": {"150": 2.0}}
+    (row,) = [line for line in remembering_table([run, {**run, "seed": 1}]) if "trl" in line]
+    assert row.split(" | ")[5:] == ["0.40", "", "2.0", "90 |"]
 
 
 def test_losses_of_relatives_follow_their_papers() -> None:
