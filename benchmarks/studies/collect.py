@@ -125,7 +125,8 @@ def draw_memory(found: Sequence[Result], path: Path) -> None:
         # What was tried on the search's problems alone is in the document.
         reported = {each["contestant"] for each in runs if not each.get("searched")}
         names = sorted(reported & {each["contestant"] for each in runs if each.get("searched")})
-        for name, color in zip(names, pyplot.get_cmap("tab20").colors, strict=False):
+        for number, name in enumerate(names):
+            color = pyplot.get_cmap("tab20")(number)
             _draw_contestant([each for each in runs if each["contestant"] == name], searching, learning, color)
         searching.set(xscale="log", xlabel="rate", ylabel=f"{setting}: pass@10 on the search's problems")
         learning.set(xlabel="rollouts", ylabel=f"{setting}: held-out pass@10")
