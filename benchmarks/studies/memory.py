@@ -261,7 +261,11 @@ def next_of_search(found: Mapping[float, Mapping[int, float]]) -> tuple[float, i
         return rate, 0
     near = _near(found)
     lacking = [(rate, seed) for rate in near if len(near) > 1 for seed in MORE_SEARCH_SEEDS if seed not in found[rate]]
-    return min(lacking, default=None)
+    if lacking:
+        return min(lacking)
+    # Of several seeds the best may be another rate, and that has a worse one on both sides too.
+    untried = (rate for rate in _around(best_rate(found)) if rate not in found)
+    return next(((rate, 0) for rate in untried), None)
 
 
 def best_rate(found: Mapping[float, Mapping[int, float]]) -> float:
@@ -270,9 +274,15 @@ def best_rate(found: Mapping[float, Mapping[int, float]]) -> float:
 
 
 def _near(found: Mapping[float, Mapping[int, float]]) -> list[float]:
-    best = max(scores[0] for scores in found.values())
-    near = [rate for rate, scores in found.items() if scores[0] >= best - NEAR]
-    return near
+    first = {rate: scores[0] for rate, scores in found.items() if 0 in scores}
+    best = max(first.values())
+    return [rate for rate, score in first.items() if score >= best - NEAR]
+
+
+def _around(rate: float) -> list[float]:
+    """The next rates of the ladder, above and below."""
+    at = RATES.index(rate)
+    return [RATES[next_to] for next_to in (at + 1, at - 1) if 0 <= next_to < len(RATES)]
 
 
 def rate_to_try(found: Mapping[float, float]) -> float | None:
@@ -280,9 +290,7 @@ def rate_to_try(found: Mapping[float, float]) -> float | None:
     for rate in FIRST_RATES:
         if rate not in found:
             return rate
-    best = RATES.index(max(found, key=found.__getitem__))
-    around = [RATES[at] for at in (best + 1, best - 1) if 0 <= at < len(RATES)]
-    return next((rate for rate in around if rate not in found), None)
+    return next((rate for rate in _around(max(found, key=found.__getitem__)) if rate not in found), None)
 
 
 def run_of(result: Mapping[str, Any]) -> MemoryRun:

@@ -156,6 +156,11 @@ def test_rates_that_are_close_are_told_apart_by_more_seeds() -> None:
         found[rate][seed] = 0.8 if rate == 5e-4 else 0.7
     assert asked == [(5e-4, 1), (5e-4, 2), (1e-3, 1), (1e-3, 2)]
     assert best_rate(found) == 5e-4
+    # What three seeds make the best has a worse one on both sides too.
+    assert next_of_search({5e-4: {0: 0.71, 1: 0.8, 2: 0.8}, 1e-3: {0: 0.75, 1: 0.7, 2: 0.7}, 2e-3: {0: 0.5}}) == (
+        2.5e-4,
+        0,
+    )
     # One of them is far ahead: its one seed decides.
     assert next_of_search({5e-4: {0: 0.6}, 1e-3: {0: 0.8}, 2e-3: {0: 0.7}}) is None
 
