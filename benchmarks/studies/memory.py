@@ -7,7 +7,7 @@ no clip range to search. Their papers' other parts are named where they are left
 package, as processes of their own.
 
 Rates are chosen on other problems than are reported, until the best has a worse one on both sides, and by three seeds
-where two rates are close. Runs with old samples, or of 500 steps, have one rate: 5e-4.
+where two rates are close. Runs with old samples, or of 500 steps, have given rates.
 """
 
 from __future__ import annotations
@@ -183,6 +183,9 @@ COMPARED: Sequence[Mapping[str, Any]] = (
 )
 PARTS: Sequence[Mapping[str, Any]] = (
     {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.5},
+    {"method": "spo_group_scaled_paper_beta", "own": 1.0, "need": 0.5, "kept": 8, "replay": "balanced"},
+    {"method": "spo_group_scaled_quarter_beta", "own": 1.0, "need": 0.5, "kept": 8},
+    {"method": "grpo", **_NEED, "kept": 8, "draw": "once"},
     {"method": "grpo", **_NEED, "replay": "mixed"},
     {"method": "grpo_tis", "replay": "contrast"},
     {"method": "dapo", "replay": "contrast"},
